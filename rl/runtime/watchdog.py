@@ -18,7 +18,11 @@ _UNLISTED = contextlib.nullcontext()
 _DEPTH = 8
 """Innermost calls of a stack that are told."""
 # Where threads of a pool, or of a mesh, stand while they have nothing to do.
-_IDLE = {("mesh_thread.py", "_work"), ("thread.py", "_worker")}
+_IDLE = {
+  ("mesh_thread.py", "_work"),
+  ("threads.py", "_work"),
+  ("thread.py", "_worker"),
+}
 # Threads that serve the loop, and always wait.
 _SERVANTS = {"watchdog", "status"}
 

@@ -23,6 +23,7 @@ from rl.engine.sglang.settings import SglangSettings
 from rl.pools import placement
 from rl.remote import engine_worker, remote_engine, weight_store, workers
 from rl.runtime import mesh_thread, trace
+from tests.helpers import slow_engine
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,
@@ -34,18 +35,19 @@ CONFIG = config_lib.tiny_moe(
   max_length=96,
   compute=config_lib.Compute(moe_block=4),
 )
+_SIZES: dict[str, Any] = {
+  "slots": 4,
+  "page_size": 4,
+  "row_buckets": (4,),
+  "chunk_buckets": (8,),
+  "prefill_tokens": 32,
+  "steps_per_dispatch": 2,
+}
 SETTINGS: dict[str, contract.EngineSpec] = {
-  "built_in": engine_settings.EngineSettings(
-    slots=4,
-    page_size=4,
-    row_buckets=(4,),
-    chunk_buckets=(8,),
-    prefill_tokens=32,
-    steps_per_dispatch=2,
-  ),
+  "built_in": engine_settings.EngineSettings(**_SIZES),
   "sglang": SglangSettings(slots=4, row_buckets=(4,), token_buckets=(32,)),
 }
-SETTINGS["remote"] = SETTINGS["built_in"]
+SETTINGS["remote"] = slow_engine.SlowSettings(**_SIZES)
 SETTINGS["remote_sglang"] = SETTINGS["sglang"]
 # Float32: sums in other orders differ by some 1e-6 in log-probabilities.
 CLOSE = 1e-4
@@ -188,23 +190,6 @@ class Served:
     """Returns when `count` more tokens have been sampled."""
     goal = self.engine.stats().sampled_tokens + count
     await self.until(lambda stats: stats.sampled_tokens >= goal)
-
-  async def paused_midway(
-    self, prompt: list[int], length: int, count: int
-  ) -> tuple[contract.DecodeRequest, asyncio.Task[contract.Completion]]:
-    """A request that a pause holds after at least `count` tokens.
-
-    An engine in another process may have ended it before the pause arrives;
-    then another begins.
-    """
-    while True:
-      request, task = self.begin(prompt, length)
-      await self.begun(count)
-      await self.engine.pause()
-      await asyncio.sleep(0.01)  # Until an end that came first is known.
-      if not task.done():
-        return request, task
-      self.engine.resume()
 
   async def first_token(self, request: contract.DecodeRequest) -> int:
     """Returns the version of a request's first token, once there is one."""

@@ -689,7 +689,9 @@ def test_the_checksum_is_that_of_the_weights(served):
 )
 def test_a_paused_engine_takes_weights_and_stays_paused(served, in_flight):
   async def scenario():
-    _, task = await served.paused_midway([2, 3, 4], LONG, 5)
+    _, task = served.begin([2, 3, 4], LONG)
+    await served.begun(5)
+    await served.engine.pause()
     _, late = served.begin([5], 5)
     new = await served.publish(in_flight)
     before = served.engine.stats().sampled_tokens
@@ -731,7 +733,9 @@ def test_a_pause_holds_everything_until_the_resume(served):
 
 def test_an_abort_while_paused_answers_at_once(served):
   async def scenario():
-    request, task = await served.paused_midway([3], LONG, 1)
+    request, task = served.begin([3], LONG)
+    await served.begun(1)
+    await served.engine.pause()
     served.engine.abort(request.request_id)
     done = await task
     served.engine.resume()

@@ -64,7 +64,8 @@ def test_a_stall_names_owner_what_and_everyone_who_waits():
     r"owner      what           waited  deadline\n"
     r"learner    groups 12\.\.19   0\.\d s     0\.2 s\n"
     r"publisher  engine 1        0\.\d s     5\.0 s",
-    text,
+    # Threads that other tests have left may be busy.
+    text.partition("\nthread ")[0],
   )
   assert reports == [text]
   assert watch.dump() == "nobody waits"
