@@ -4,7 +4,11 @@ import dataclasses
 import time
 from typing import Any
 
+from models import config as model_config
+from models import sharding
+from rl.engine.builtin import engine as builtin_engine
 from rl.engine.builtin import settings
+from rl.runtime import mesh_thread
 
 _DISPATCH_S = 0.005
 
@@ -16,14 +20,20 @@ class SlowSettings(settings.EngineSettings):
   A test in another process can so do something in the middle of an answer.
   """
 
-  def build(self, *given: Any) -> Any:
+  def build(
+    self,
+    config: model_config.ModelConfig,
+    layout: sharding.Layout,
+    thread: mesh_thread.MeshThread,
+  ) -> builtin_engine.BuiltinEngine:
     """Returns the engine."""
-    engine: Any = super().build(*given)
+    engine = super().build(config, layout, thread)
     advance = engine._runner.advance
 
     def slowly(*args: Any, **options: Any) -> Any:
       time.sleep(_DISPATCH_S)
       return advance(*args, **options)
 
-    engine._runner.advance = slowly
+    runner: Any = engine._runner
+    runner.advance = slowly
     return engine
