@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all soak lint docs interop agents sglang reasoning bfcl openenv lock clean
+.PHONY: help setup train test test-slow test-all soak lint docs interop agents sglang reasoning bfcl openenv trackers lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -18,6 +18,7 @@ help:
 	@echo 'make reasoning  add reasoning-gym to .venv (takes a C compiler), run its tests'
 	@echo 'make bfcl    add bfcl-eval to .venv without its dependencies, run its tests'
 	@echo 'make openenv play a server of the package openenv, in an environment apart'
+	@echo 'make trackers add the trackers to .venv, run their tests'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
 	@echo 'make clean   remove environments and caches, keep runs/'
@@ -110,6 +111,15 @@ reasoning: .venv/reasoning
 
 bfcl: .venv/bfcl
 	@$(pytest) tests/envs/suites/test_bfcl.py $(ARGS)
+
+# SQLAlchemy and alembic are the database that a tracker is tested with.
+.venv/trackers: .venv/ready
+	@$(python) -m pip install --no-input --quiet --editable '.[wandb,mlflow]' \
+	  sqlalchemy alembic --constraint requirements.lock
+	@touch $@
+
+trackers: .venv/trackers
+	@$(python) -m pytest tests/rl/loop/test_trackers.py $(ARGS)
 
 # The package's server and client, 400 MB; the client here needs neither.
 .venv-openenv/ready: .venv/ready

@@ -28,6 +28,9 @@ SERVE = ["starlette>=0.40", "uvicorn>=0.30"]
 CONSTRAINED = ["llguidance>=1.8,<2"]
 # Servers of tools that speak the Model Context Protocol.
 MCP = ["mcp>=2.3,<3"]
+# Services that show metrics of many runs; neither is part of "all".
+WANDB = ["wandb>=0.19"]
+MLFLOW = ["mlflow-skinny>=3.0"]
 PYTEST = ["pytest>=8.0", "pytest-xdist>=3.6", "beartype>=0.19"]
 TEST = [
   *PYTEST,
@@ -100,6 +103,8 @@ setuptools.setup(
     "parquet": PARQUET,
     "serve": SERVE,
     "constrained": CONSTRAINED,
+    "wandb": WANDB,
+    "mlflow": MLFLOW,
     "sglang": SGLANG,
     # Gigabytes of drivers that only an accelerator's machine has a use for, so
     # they are no part of "all".

@@ -61,6 +61,8 @@ def _claim(experiment: experiment_lib.Experiment) -> TextIO:
       "ask for --explain"
     )
   experiment.validate_installed()
+  if experiment.tracker is not None:
+    experiment.tracker.validate_installed()
   jax_setup.prepare(experiment.placement)
   assemble.fit(experiment)
   # Last: it writes, and clears a run without checkpoints.

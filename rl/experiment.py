@@ -17,7 +17,7 @@ from rl.algorithms import presets, references
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
-from rl.loop import fine_tuning, metric_bounds
+from rl.loop import fine_tuning, metric_bounds, trackers
 from rl.loop import warm_start as warm_start_lib
 from rl.pools import affinity, weight_transfer
 from rl.pools import placement as placement_lib
@@ -139,6 +139,8 @@ class Experiment:
       at some cost in time; see `runtime.logical_clock`. Two runs on machines
       with the same devices then end with the same parameters, bit for bit,
       whether they were killed or not.
+    tracker: a service that is sent the metrics, beside metrics.jsonl and the
+      files of TensorBoard, or None.
     log_startup: prints, after the first round, the seconds of each phase of the
       start.
   """
@@ -174,6 +176,7 @@ class Experiment:
   max_skipped: int = 2
   progress_timeout_s: float = 1500.0
   repeatable: bool = False
+  tracker: trackers.WeightsAndBiases | trackers.MLflow | None = None
   log_startup: bool = False
 
   def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from launch.cli import config_file, known_programs, run_repair
 from models import untrusted_files
 from rl import experiment as experiment_lib
+from rl.loop import trackers
 from rl.rollout import chats
 from rl.runtime import checkpoint
 from rl.settings import overrides
@@ -31,8 +32,16 @@ _RECORDS = (
   "evaluations.jsonl",
   "logprob_gap.jsonl",
   WARM_START_LINES,
+  trackers.TRACKER_ID,
 )
-_TREES = ("trajectories", "tensorboard", "skipped", WARM_START, chats.KEPT)
+_TREES = (
+  "trajectories",
+  "tensorboard",
+  trackers.DIRECTORY,
+  "skipped",
+  WARM_START,
+  chats.KEPT,
+)
 _PAGES = ("report.html", "trace.json")
 _ROWS = {
   "metrics.jsonl": "round",
@@ -46,6 +55,7 @@ _MAY_CHANGE = (
   "evaluation.",
   "retention.",
   "bounds.",
+  "tracker",
   "warm_start.checkpoint_every",
   "placement.learner_processes",
   "placement.decode_processes",
@@ -65,8 +75,8 @@ def claim(
     SettingError: the directory cannot be written, another process uses it, it
       holds records of something else, or a run with other settings. Settings
       that change nothing in what was learned (rounds, evaluation, retention,
-      bounds, progress_timeout_s, placement.decode_processes), or only rounding
-      (placement.learner_processes), may differ.
+      bounds, tracker, progress_timeout_s, placement.decode_processes), or only
+      rounding (placement.learner_processes), may differ.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from launch.cli import workdir
+from launch.cli import config_file, workdir
 from launch.gateway import agent_server
 from launch.report import run_files
 from launch.run import (
@@ -39,7 +39,7 @@ from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.audit import event_log
 from rl.engine import contract
-from rl.loop import coordinator
+from rl.loop import coordinator, trackers
 from rl.loop import progress as progress_lib
 from rl.rollout import evaluate, grading, recordings
 from rl.runtime import checkpoint, disk, logical_clock, trace
@@ -93,6 +93,7 @@ def train(
     round_warnings.Hopeless,
     grading.RewardUnreachable,
     learner.LearnerLost,
+    trackers.TrackerFailed,
   ) as error:
     screen.note(f"error: {error}")
     return 1
@@ -185,6 +186,7 @@ class _Run(progress_lib.RunObserver):
         await self._parts.close()
 
   async def _train(self) -> int:
+    self._tracker = self._open_tracker()
     progress = await self._restore() or await self._begin()
     with summary.report_on_failure(self._dir, self._flush, self._screen.note):
       if progress.trained >= self._experiment.rounds:
@@ -197,6 +199,17 @@ class _Run(progress_lib.RunObserver):
         return self._stopped()
       await self._evaluate_alone(self._experiment.rounds)
       return self._finish()
+
+  def _open_tracker(self) -> trackers.Tracker | None:
+    chosen = self._experiment.tracker
+    if chosen is None:
+      return None
+    opened = trackers.Background(
+      chosen.open(self._dir, config_file.to_json(self._experiment)),
+      self._screen.warn,
+    )
+    self._closing.callback(opened.close)
+    return opened
 
   async def _rounds(self, progress: progress_lib.Progress) -> None:
     """Runs the rounds up to the last one, or up to a signal."""
@@ -276,7 +289,7 @@ class _Run(progress_lib.RunObserver):
   async def _open(self, progress: progress_lib.Progress) -> None:
     """Opens the metrics and starts the engines, or waits until they have."""
     self._metrics = metrics_writer.MetricsWriter(
-      self._dir, first_round=progress.trained + 1
+      self._dir, first_round=progress.trained + 1, tracker=self._tracker
     )
     self._closing.callback(self._metrics.close)
     await self._parts.player.graders.open()

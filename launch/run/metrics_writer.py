@@ -1,4 +1,4 @@
-"""Writes the metrics of a run as JSON lines and for TensorBoard."""
+"""Writes the metrics of a run as JSON lines, for TensorBoard and a tracker."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
+from rl.loop import trackers
 from rl.runtime import line_file
 
 _FLUSH_S = 10.0
@@ -20,10 +21,17 @@ class MetricsWriter:
   the run. The observer of the run calls `write` and `evaluation`, which flush.
   """
 
-  def __init__(self, run_dir: pathlib.Path | str, *, first_round: int = 0):
+  def __init__(
+    self,
+    run_dir: pathlib.Path | str,
+    *,
+    first_round: int = 0,
+    tracker: trackers.Tracker | None = None,
+  ):
     """Opens the files, creating them and the directory as needed.
 
     Args:
+      tracker: takes the same numbers; whoever opened it closes it.
       first_round: of this process. Lines of this round and later, from an
         earlier process, are dropped: a resumed run has each round once. So are
         evaluations from the round before on, which is evaluated again.
@@ -39,7 +47,8 @@ class MetricsWriter:
     # The purge drops the metrics of the last round with its evaluation.
     for row in rows:
       if row["round"] == last:
-        self._scalars(row, last)
+        self._board.write(_finite_numbers(row), last)
+    self._trackers = [self._board, *([tracker] if tracker else ())]
 
   def write(self, round: int, metrics: Mapping[str, float]) -> None:
     """Appends the metrics of a finished round."""
@@ -56,15 +65,8 @@ class MetricsWriter:
     )
 
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
-    self._board.write(
-      {
-        name: value
-        for name, value in row.items()
-        # TensorBoard warns about each value that is not finite.
-        if isinstance(value, int | float) and math.isfinite(value)
-      },
-      round,
-    )
+    for tracker in self._trackers:
+      tracker.write(_finite_numbers(row), round)
 
   def close(self) -> None:
     """Writes out what TensorBoard has not been shown."""
@@ -127,6 +129,15 @@ def json_line(
   # JSON has neither nan nor inf; parsers in other languages reject them.
   finite = {name: _finite(value) for name, value in metrics.items()}
   return json.dumps({key: number} | finite | {key: number})
+
+
+def _finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+  # TensorBoard warns about each value that is not finite.
+  return {
+    name: value
+    for name, value in row.items()
+    if isinstance(value, int | float) and math.isfinite(value)
+  }
 
 
 def _finite(value: float | str) -> float | str | None:

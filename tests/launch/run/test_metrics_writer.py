@@ -108,3 +108,30 @@ def test_a_resumed_run_purges_tensorboard_and_writes_its_last_round_again(
   found = list(_scalars(tmp_path / "tensorboard"))
   assert ("loss", 2, 1.0) in found
   assert {tag for tag, _, _ in found} == {"round", "loss"}
+
+
+class _Tracker:
+  def __init__(self):
+    self.rows = []
+
+  def write(self, values, step):
+    self.rows.append((step, dict(values)))
+
+  def close(self):
+    raise AssertionError("whoever opened it closes it")
+
+
+def test_a_tracker_gets_each_round_once_without_what_is_not_finite(tmp_path):
+  before, after = _Tracker(), _Tracker()
+  writer = metrics_writer.MetricsWriter(tmp_path, tracker=before)
+  writer.write(1, {"success": 0.5, "loss": math.nan})
+  writer.evaluation(1, {"success": 0.75, "fault": "late"})
+  writer.close()
+  resumed = metrics_writer.MetricsWriter(tmp_path, first_round=2, tracker=after)
+  resumed.write(2, {"success": 1.0})
+  resumed.close()
+  assert before.rows == [
+    (1, {"success": 0.5}),
+    (1, {"evaluation/success": 0.75}),
+  ]
+  assert after.rows == [(2, {"success": 1.0})]
