@@ -10,7 +10,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import flags, known_programs, workdir
-from launch.run import load_run
+from launch.run import display, load_run
 from rl import experiment as experiment_lib
 from rl.rollout import evaluate, grading
 
@@ -43,12 +43,14 @@ def main() -> None:
 async def _evaluate(
   experiment: experiment_lib.Experiment, run_dir: pathlib.Path
 ) -> None:
+  lines = display.Lines(sys.stderr)
+  lines.phase("loading the weights")
   async with load_run.restored(experiment, run_dir) as (parts, found):
     try:
       await parts.player.graders.open()
     except grading.RewardUnreachable as error:
       sys.exit(f"error: {error}")
-    await parts.start(found.state, found.step)
+    await parts.start(found.state, found.step, lines.phase)
     settings = experiment.evaluation
     outcome, _ = await parts.watchdog.wait(
       evaluate.evaluate(
@@ -57,6 +59,7 @@ async def _evaluate(
         temperature=settings.temperature,
         success=settings.success,
         seed=experiment.seed,
+        report=lines.phase,
       ),
       owner="the run",
       what="the evaluation",

@@ -9,12 +9,13 @@ import asyncio
 import dataclasses
 import os
 import pathlib
+import sys
 
 from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import flags, known_programs, workdir
-from launch.run import load_run
+from launch.run import display, load_run
 from models import lora
 from models.chat import word_chat
 from models.hf import export, peft
@@ -106,7 +107,10 @@ async def _export(
   target: pathlib.Path,
 ) -> int:
   """Writes the weights; returns the number of rounds that trained them."""
+  lines = display.Lines(sys.stderr)
+  lines.phase("loading the weights")
   async with load_run.restored(experiment, run_dir) as (parts, found):
+    lines.phase(f"writing them to {target}")
     model, params = experiment.model, found.state.params
     with flags.exit_on_setting_error():
       if _ADAPTER.value:

@@ -29,6 +29,9 @@ _EXPLAIN = absl_flags.DEFINE_bool(
   "Prints every parameter with its place on both meshes and the memory that"
   " the run needs on each device; starts nothing and needs no device.",
 )
+_QUIET = absl_flags.DEFINE_bool(
+  "quiet", False, "Shows warnings and the result, but no progress."
+)
 # Shows --config in --help.
 absl_flags.adopt_module_key_flags(flags)
 absl_flags.adopt_module_key_flags(known_programs)
@@ -50,7 +53,9 @@ def main() -> None:
     explain.show(experiment, sys.stdout)
     return
   with lock:
-    sys.exit(local.train(experiment, _WORKDIR.value, launch.BEGAN_S))
+    sys.exit(
+      local.train(experiment, _WORKDIR.value, launch.BEGAN_S, _QUIET.value)
+    )
 
 
 def _claim(experiment: experiment_lib.Experiment) -> TextIO:

@@ -1,4 +1,7 @@
-"""The display of a run: a live panel in a terminal, plain lines elsewhere."""
+"""The display of a run: a live panel in a terminal, plain lines elsewhere.
+
+Commands without rounds show `Lines` of what they do.
+"""
 
 import itertools
 import math
@@ -14,28 +17,80 @@ import rich.table
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LINE_EVERY_S = 2.0
-_MAX_FAULT = 72
+_COLUMNS = 80
+_LEGEND = "busy: decode/learner mesh, % of the round; lag: largest/bound"
+
+
+class Lines:
+  """Lines with the time of day, for people and log files."""
+
+  def __init__(
+    self,
+    stream: TextIO,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
+  ):
+    """Prints nothing yet.
+
+    Args:
+      clock: in seconds, for the pause between lines.
+      now: time of day at which a line was printed.
+    """
+    self._stream, self._clock, self._now = stream, clock, now
+    self._phase, self._line_s = "", -math.inf
+
+  @property
+  def is_soon(self) -> bool:
+    """True within 2 s of the latest round or phase."""
+    return self._clock() - self._line_s < _LINE_EVERY_S
+
+  def print(self, line: str, *, starts_pause: bool = True) -> None:
+    """Prints a line."""
+    print(self._now(), line, file=self._stream, flush=True)
+    if starts_pause:
+      self._line_s = self._clock()
+
+  def phase(self, name: str) -> None:
+    """Prints the work under way, "playing 12/40": not every count of it."""
+    is_same = _without_count(name) == _without_count(self._phase)
+    self._phase = name
+    if not (is_same and self.is_soon):
+      self.print(name)
+
+  def room(self) -> int:
+    """Returns the columns that are left behind the time."""
+    return _COLUMNS - len(self._now()) - 1
 
 
 class Display:
   """Shows the progress of one run on a stream.
 
   A terminal gets a panel below all other output; any other stream gets ASCII
-  lines: rounds at most every two seconds, the last round, and every evaluation
-  and note. A metric that is missing or not finite is a dash.
+  lines with the time of day: rounds at most every two seconds, the last round,
+  and every evaluation and note. Both fit 80 columns. A metric that is missing
+  or not finite is a dash.
   """
 
   def __init__(
     self,
     total_rounds: int,
     stream: TextIO,
+    *,
+    quiet: bool = False,
     clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
   ):
     """Shows nothing yet.
 
     Args:
+      quiet: shows notes and warnings only.
       clock: in seconds, for the time left and the pause between lines.
+      now: time of day at which a line was printed.
     """
+    self._quiet = quiet
+    self._lines = Lines(stream, clock=clock, now=now)
+    self._has_legend = False
     self._total_rounds = total_rounds
     self._clock = clock
     self._console = rich.console.Console(
@@ -48,10 +103,9 @@ class Display:
     self._successes: list[float] = []
     # (rounds done, time) at the first update.
     self._first: tuple[int, float] | None = None
-    self._line_s = -math.inf
     self._waiting_line = False
     self._live = None
-    if _can_draw(stream, self._console):
+    if _can_draw(stream, self._console) and not quiet:
       # Last: Live calls _panel at once.
       self._live = rich.live.Live(
         console=self._console,
@@ -74,23 +128,22 @@ class Display:
 
   def phase(self, name: str) -> None:
     """Shows the work outside the rounds, "warm start 12/40", until `update`."""
-    is_same = _without_count(name) == _without_count(self._phase)
     self._phase = name
-    if not self._live and not (is_same and self._is_soon()):
-      self._print(name)
+    if not self._live and not self._quiet:
+      self._lines.phase(name)
 
   def update(self, metrics: Mapping[str, float], fault: str = "") -> None:
     """Shows the metrics of a finished round.
 
     Args:
       metrics: `round`, counted from 1, and any of success, reward_mean,
-        entropy, decode_tokens_per_s, learner_tokens_per_s, overlap_share,
-        staleness_max, staleness_bound, groups, zero_variance_groups, faults
-        and skipped_updates; with experts also router_entropy, max_load and
-        dropped_assignments.
+        entropy, decode_tokens_per_s, learner_tokens_per_s, decode_busy,
+        learner_busy, overlap_share, staleness_max, staleness_bound, groups,
+        zero_variance_groups, faults and skipped_updates; with experts also
+        router_entropy, max_load and dropped_assignments.
       fault: status and message of the most frequent fault.
     """
-    is_due = bool(self._phase) or not self._is_soon()
+    is_due = bool(self._phase) or not self._lines.is_soon
     self._metrics, self._phase, self._fault = dict(metrics), "", fault
     self._first = self._first or (self._done, self._clock())
     success = metrics.get("success", math.nan)
@@ -105,7 +158,8 @@ class Display:
     """Shows an evaluation: its success rate and the interval around it."""
     self._evaluation = (success, low, high)
     if not self._live:
-      self._console.print(f"evaluation: success {self._evaluation_text()}")
+      line = f"evaluation: success {self._evaluation_text()}"
+      self._print(line, starts_pause=False)
 
   def note(self, text: str) -> None:
     """Shows a notice above the panel, after the line of the latest round."""
@@ -126,15 +180,17 @@ class Display:
   def _done(self) -> int:
     return int(self._metrics.get("round", 0))
 
-  def _is_soon(self) -> bool:
-    return self._clock() - self._line_s < _LINE_EVERY_S
-
-  def _print(self, line: str) -> None:
-    self._console.print(line, soft_wrap=True)
-    self._line_s = self._clock()
+  def _print(self, line: str, *, starts_pause: bool = True) -> None:
+    if not self._quiet:
+      self._lines.print(line, starts_pause=starts_pause)
 
   def _print_round(self) -> None:
+    if not self._has_legend:
+      self._print(_LEGEND)
+      self._has_legend = True
     self._print(self._line())
+    if troubles := self._troubles():
+      self._print(troubles)
     self._waiting_line = False
 
   def _evaluation_text(self) -> str:
@@ -155,20 +211,25 @@ class Display:
     cells = _cells(self._metrics)
     width = len(str(self._total_rounds))
     evaluated = _percent(self._evaluation[0] if self._evaluation else None)
-    troubles = ""
-    if self._metrics.get("skipped_updates"):
-      troubles += f"  skipped {cells['skipped']}"
-    if self._metrics.get("faults"):
-      troubles += f"  faults {cells['faults']}"
-      troubles += f" ({_short(self._fault)})" if self._fault else ""
+    decode, learner = cells["decode_busy"], cells["learner_busy"]
     return (
       f"round {self._done:>{width}}/{self._total_rounds}"
-      f"  success {cells['success']:>4}  eval {evaluated:>4}"
-      f"  decode {cells['decode']:>5}/s  learner {cells['learner']:>5}/s"
-      f"  overlap {cells['overlap']:>4}  stale {cells['staleness']}"
-      f"  zero-var {cells['zero_variance']:>4}"
-      f"  left {self._left()}{troubles}"
+      f" success {cells['success']:>4} eval {evaluated:>4}"
+      f" busy {decode.rstrip('%'):>3}/{learner.rstrip('%'):<3}"
+      f" lag {cells['staleness']} left {self._left()}"
     )
+
+  def _troubles(self) -> str:
+    """Returns a line on skipped updates and faults; "" without any."""
+    cells = _cells(self._metrics)
+    troubles = []
+    if self._metrics.get("skipped_updates"):
+      troubles.append(f"skipped {cells['skipped']}")
+    if self._metrics.get("faults"):
+      cause = f" ({self._fault})" if self._fault else ""
+      troubles.append(f"faults {cells['faults']}{cause}")
+    line = "  ".join(troubles)
+    return _cut(f"  {line}", self._lines.room()) if line else ""
 
   def _panel(self) -> rich.console.RenderableType:
     """Returns the panel; called by the thread that draws."""
@@ -188,10 +249,11 @@ class Display:
       rows.add_column(style=style, min_width=min_width)
     success = f"{cells['success']}  {sparkline(self._successes)}"
     rows.add_row("success", success, "evaluation", self._evaluation_text())
-    decode, learner = cells["decode"], cells["learner"]
-    rows.add_row(
-      "decode", f"{decode} tokens/s", "learner", f"{learner} tokens/s"
+    decode, learner = (
+      f"{cells[mesh]}/s, busy {cells[f'{mesh}_busy']}"
+      for mesh in ("decode", "learner")
     )
+    rows.add_row("decode", decode, "learner", learner)
     rows.add_row("overlap", cells["overlap"], "staleness", cells["staleness"])
     rows.add_row("reward", cells["reward"], "entropy", cells["entropy"])
     rows.add_row(
@@ -205,7 +267,8 @@ class Display:
       rows.add_row("skipped updates", cells["skipped"], "", "")
     if not self._fault:
       return rich.console.Group(top, rows)
-    return rich.console.Group(top, rows, f"fault: {_short(self._fault)}")
+    fault = _cut(f"fault: {self._fault}", _COLUMNS)
+    return rich.console.Group(top, rows, fault)
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -228,6 +291,8 @@ def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
     "success": _percent(get("success")),
     "decode": _thousands(get("decode_tokens_per_s")),
     "learner": _thousands(get("learner_tokens_per_s")),
+    "decode_busy": _percent(get("decode_busy")),
+    "learner_busy": _percent(get("learner_busy")),
     "overlap": _percent(get("overlap_share")),
     "staleness": f"{stalest}/{bound}",
     "reward": _number(get("reward_mean"), ".3f"),
@@ -252,8 +317,8 @@ def _dropped(metrics: Mapping[str, float]) -> str:
   return f", {count:.0f} dropped" if count else ""
 
 
-def _short(text: str) -> str:
-  return text if len(text) <= _MAX_FAULT else f"{text[: _MAX_FAULT - 3]}..."
+def _cut(text: str, width: int) -> str:
+  return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _can_draw(stream: TextIO, console: rich.console.Console) -> bool:
@@ -292,4 +357,4 @@ def _duration(seconds: float) -> str:
   minutes, seconds = divmod(round(seconds), 60)
   if minutes < 60:
     return f"{minutes}:{seconds:02}"
-  return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+  return f"{minutes // 60}h{minutes % 60:02}"

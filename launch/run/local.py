@@ -56,6 +56,7 @@ def train(
   experiment: experiment_lib.Experiment,
   path: str | os.PathLike,
   began_s: float | None = None,
+  quiet: bool = False,
 ) -> int:
   """Runs an experiment in its claimed directory; returns the exit code.
 
@@ -68,10 +69,11 @@ def train(
 
   Args:
     began_s: reading of time.monotonic() when the command began, if not now.
+    quiet: shows warnings and the result only.
   """
   begun = startup.Startup(time.monotonic() if began_s is None else began_s)
   run_dir = pathlib.Path(path)
-  screen = display.Display(experiment.rounds, sys.stdout)
+  screen = display.Display(experiment.rounds, sys.stdout, quiet=quiet)
   screen.start()
   try:
     loop = logical_clock.LogicalEventLoop if experiment.repeatable else None

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 
 from rl.audit import event_log
 from rl.data import fault_summary, trajectory
@@ -38,6 +40,7 @@ async def evaluate(
   temperature: float,
   success: float,
   seed: int,
+  report: Callable[[str], None] = lambda text: None,
 ) -> tuple[EvaluationResult, list[trajectory.Trajectory]]:
   """Plays the first `episodes` tasks of the held-out split, one episode each.
 
@@ -47,6 +50,7 @@ async def evaluate(
   Args:
     player: of training; its log is not written.
     success: an episode succeeds when its reward is at least this.
+    report: is told after each episode how many have ended.
   """
   limits = dataclasses.replace(
     player.limits,
@@ -61,12 +65,15 @@ async def evaluate(
     log=event_log.EventLog(clock=asyncio.get_running_loop().time),
     closing=set(),
   )
-  trajectories = await asyncio.gather(
-    *(
-      _play(quiet, episode.Episode(player.source.task(i, "eval"), i, 0, seed))
-      for i in range(episodes)
-    )
-  )
+  ended = itertools.count(1)
+
+  async def play(i: int) -> trajectory.Trajectory:
+    task = player.source.task(i, "eval")
+    played = await _play(quiet, episode.Episode(task, i, 0, seed))
+    report(f"evaluating {next(ended)}/{episodes}")
+    return played
+
+  trajectories = await asyncio.gather(*map(play, range(episodes)))
   await asyncio.gather(*quiet.closing)
   return summarise(trajectories, success), trajectories
 

@@ -140,7 +140,9 @@ class BuiltinEngine:
   ) -> None:
     shapes = self._runner.shapes
     for i, shape in enumerate(shapes):
-      report(f"compiling the engine {i + 1}/{len(shapes)}")
+      rows, (prefilled, length) = shape
+      work = f"{prefilled} chunks of {length} ids" if prefilled else "decoding"
+      report(f"compiling the engine {i + 1}/{len(shapes)}: {rows} rows, {work}")
       await self._thread.run("warm up", self._runner.warm_up, params, shape)
     await self._thread.run("warm up", self._runner.warm_up_rest)
     self._compiled.update((shape, False) for shape in shapes)

@@ -23,7 +23,9 @@ _METRICS = {
   "reward_mean": 0.5,
   "decode_tokens_per_s": 1234.0,
   "learner_tokens_per_s": 3.4e6,
-  "overlap_share": 0.874,
+  "decode_busy": 0.874,
+  "learner_busy": 0.336,
+  "overlap_share": 0.911,
   "staleness_max": 1.0,
   "staleness_bound": 2.0,
   "groups": 16.0,
@@ -33,9 +35,12 @@ _METRICS = {
 }
 
 
-def _plain(total_rounds: int = 300):
+def _plain(total_rounds: int = 300, quiet: bool = False):
   stream, clock = io.StringIO(), Clock()
-  return display.Display(total_rounds, stream, clock), stream, clock
+  shown = display.Display(
+    total_rounds, stream, quiet=quiet, clock=clock, now=lambda: "09:30:00"
+  )
+  return shown, stream, clock
 
 
 def test_a_line_shows_a_round():
@@ -48,13 +53,39 @@ def test_a_line_shows_a_round():
   shown.close()
   # Two rounds took 3 s after the first update; 297 are left: 445.5 s.
   assert stream.getvalue().splitlines() == [
-    "round   1/300  success  62%  eval    -  decode  1.2k/s"
-    "  learner  3.4M/s  overlap  87%  stale 1/2  zero-var  19%  left -",
-    "evaluation: success 58% (51% to 65%)",
-    "round   3/300  success  62%  eval  58%  decode  1.2k/s"
-    "  learner  3.4M/s  overlap  87%  stale 1/2  zero-var  19%  left 7:26"
-    "  faults 4",
+    "09:30:00 busy: decode/learner mesh, % of the round; lag: largest/bound",
+    "09:30:00 round   1/300 success  62% eval    - busy  87/34  lag 1/2 left -",
+    "09:30:00 evaluation: success 58% (51% to 65%)",
+    "09:30:00 round   3/300 success  62% eval  58% busy  87/34  lag 1/2"
+    " left 7:26",
+    "09:30:00   faults 4",
   ]
+
+
+def test_the_longest_line_has_80_columns():
+  shown, stream, clock = _plain(9999)
+  full = {"success": 1.0, "decode_busy": 1.0, "learner_busy": 1.0}
+  shown.evaluation(1.0, 1.0, 1.0)
+  shown.update({"round": 1, **_METRICS, **full})
+  clock.now_s = 30.0
+  faults = {"faults": 128.0, "skipped_updates": 1.0}
+  shown.update({"round": 2, **_METRICS, **full, **faults}, "env_fault: " * 20)
+  lines = stream.getvalue().splitlines()
+  assert "left 83h18" in lines[-2]
+  assert max(map(len, lines)) == 80
+
+
+def test_a_quiet_run_shows_notes_and_warnings_only(capsys):
+  shown, stream, _ = _plain(quiet=True)
+  shown.start()
+  shown.phase("compiling")
+  shown.update({"round": 1, **_METRICS})
+  shown.evaluation(0.58, 0.512, 0.648)
+  shown.warn("late")
+  shown.note("report: report.html")
+  shown.close()
+  assert stream.getvalue() == "report: report.html\n"
+  assert capsys.readouterr().err == "warning: late\n"
 
 
 def test_a_line_tells_the_kind_of_fault_and_skipped_updates():
@@ -62,13 +93,13 @@ def test_a_line_tells_the_kind_of_fault_and_skipped_updates():
   fault = "reward_fault: Outcome returned nan"
   metrics = {"round": 1, "faults": 128.0, "skipped_updates": 1.0}
   shown.update(metrics, fault)
-  assert stream.getvalue().endswith(f"  skipped 1  faults 128 ({fault})\n")
+  assert stream.getvalue().endswith(f"   skipped 1  faults 128 ({fault})\n")
 
 
 def test_a_long_fault_is_cut():
   shown, stream, _ = _plain(9)
   shown.update({"round": 1, "faults": 2.0}, "env_fault: " + "x" * 200)
-  assert stream.getvalue().endswith(f"({'env_fault: ' + 'x' * 58}...)\n")
+  assert stream.getvalue().endswith(f"(env_fault: {'x' * 45}...\n")
 
 
 def test_a_warning_goes_to_stderr_and_not_among_the_lines(capsys):
@@ -81,10 +112,9 @@ def test_a_warning_goes_to_stderr_and_not_among_the_lines(capsys):
 def test_missing_and_infinite_metrics_are_dashes():
   shown, stream, _ = _plain(9)
   shown.update({"round": 1, "success": math.nan})
-  assert stream.getvalue() == (
-    "round 1/9  success    -  eval    -  decode     -/s  learner     -/s"
-    "  overlap    -  stale -/-  zero-var    -  left -\n"
-  )
+  assert stream.getvalue().splitlines()[1:] == [
+    "09:30:00 round 1/9 success    - eval    - busy   -/-   lag -/- left -"
+  ]
 
 
 def test_lines_come_at_most_every_two_seconds_and_the_last_always():
@@ -93,7 +123,8 @@ def test_lines_come_at_most_every_two_seconds_and_the_last_always():
     shown.update({"round": index + 1})
   shown.close()
   lines = stream.getvalue().splitlines()
-  assert [line[:9] for line in lines] == ["round 1/5", "round 3/5", "round 5/5"]
+  rounds = [line[9:18] for line in lines[1:]]
+  assert rounds == ["round 1/5", "round 3/5", "round 5/5"]
 
 
 def test_a_run_that_stops_early_shows_where():
@@ -101,7 +132,7 @@ def test_a_run_that_stops_early_shows_where():
   shown.update({"round": 1})
   shown.update({"round": 2})
   shown.close()
-  assert stream.getvalue().splitlines()[-1].startswith("round 2/5")
+  assert "round 2/5" in stream.getvalue().splitlines()[-1]
 
 
 def test_phases_are_lines_but_not_every_count_of_one():
@@ -113,8 +144,9 @@ def test_phases_are_lines_but_not_every_count_of_one():
   shown.phase("warm start 3/40")
   shown.update({"round": 1})
   lines = stream.getvalue().splitlines()
-  assert lines[:3] == ["compiling", "warm start 1/40", "warm start 3/40"]
-  assert lines[3].startswith("round 1/5")
+  words = [line.removeprefix("09:30:00 ") for line in lines]
+  assert words[:3] == ["compiling", "warm start 1/40", "warm start 3/40"]
+  assert words[4].startswith("round 1/5")
 
 
 def test_a_note_is_printed_as_it_is():
@@ -145,7 +177,7 @@ def terminal(monkeypatch):
 
 
 def test_a_terminal_gets_a_panel_with_everything(terminal):
-  shown = display.Display(300, terminal, Clock())
+  shown = display.Display(300, terminal, clock=Clock())
   shown.start()
   for index, success in enumerate([0.0, 0.5, 1.0]):
     shown.update({"round": index + 1, **_METRICS, "success": success})
@@ -157,9 +189,9 @@ def test_a_terminal_gets_a_panel_with_everything(terminal):
     "round 3/300",
     "100%  ▁▅█",
     "58% (51% to 65%)",
-    "1.2k tokens/s",
-    "3.4M tokens/s",
-    "87%",
+    "1.2k/s, busy 87%",
+    "3.4M/s, busy 34%",
+    "91%",
     "1/2",
     "0.500",
     "1.250",
@@ -169,7 +201,7 @@ def test_a_terminal_gets_a_panel_with_everything(terminal):
 
 
 def test_a_terminal_shows_the_fault_and_what_was_skipped(terminal):
-  shown = display.Display(300, terminal, Clock())
+  shown = display.Display(300, terminal, clock=Clock())
   shown.start()
   shown.update(
     {"round": 1, **_METRICS, "faults": 4, "skipped_updates": 2.0},
@@ -186,7 +218,7 @@ def test_a_terminal_shows_the_fault_and_what_was_skipped(terminal):
 )
 def test_a_terminal_shows_how_the_router_does(terminal, dropped, shown_load):
   router = {"router_entropy": 1.204, "max_load": 1.377}
-  shown = display.Display(300, terminal, Clock())
+  shown = display.Display(300, terminal, clock=Clock())
   shown.start()
   shown.update(
     {"round": 1, **_METRICS, **router, "dropped_assignments": dropped}
@@ -197,7 +229,7 @@ def test_a_terminal_shows_how_the_router_does(terminal, dropped, shown_load):
 
 
 def test_a_model_without_experts_shows_no_router(terminal):
-  shown = display.Display(300, terminal, Clock())
+  shown = display.Display(300, terminal, clock=Clock())
   shown.start()
   shown.update({"round": 1, **_METRICS})
   shown.close()
@@ -220,7 +252,7 @@ def test_a_terminal_that_cannot_draw_gets_lines(terminal, monkeypatch):
   shown.start()
   shown.update({"round": 1})
   shown.close()
-  assert terminal.getvalue().startswith("round 1/9  success")
+  assert "round 1/9 success" in terminal.getvalue()
   assert "\x1b" not in terminal.getvalue()
 
 
@@ -230,3 +262,20 @@ def test_a_sparkline_averages_a_long_history():
   # Halves of 0, 0, 1, 1 average to 0 and 1; out of range is clipped.
   assert display.sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
   assert display.sparkline([-1.0, 2.0]) == "▁█"
+
+
+def test_lines_of_one_phase_come_at_most_every_two_seconds():
+  stream, clock = io.StringIO(), Clock()
+  lines = display.Lines(stream, clock=clock, now=lambda: "09:30:00")
+  for clock.now_s, name in (
+    (0.0, "loading"),
+    (0.1, "playing 1/9"),
+    (1.0, "playing 2/9"),
+    (2.2, "playing 5/9"),
+  ):
+    lines.phase(name)
+  assert stream.getvalue().splitlines() == [
+    "09:30:00 loading",
+    "09:30:00 playing 1/9",
+    "09:30:00 playing 5/9",
+  ]
