@@ -25,7 +25,7 @@ from starlette import applications, requests, responses, routing
 from envs import base
 from envs.offload import http, process_pool, wire
 from launch.cli import flags
-from launch.gateway import disconnect, http_server, json_fields
+from launch.http import disconnect, http_server, json_fields
 from launch.run import signals
 from rl.settings import annotations
 

@@ -23,14 +23,9 @@ from absl import flags as absl_flags
 
 from launch import served_model
 from launch.cli import flags, known_programs
-from launch.gateway import (
-  access,
-  admission,
-  connections,
-  http_server,
-  session_record,
-)
 from launch.gateway import app as openai_app
+from launch.gateway import session_record
+from launch.http import access, admission, connections, http_server
 from launch.run import signals
 from models.chat import hf_chat
 from rl.agents import sessions

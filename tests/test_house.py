@@ -45,7 +45,7 @@ FLOORS = {
   ],
   "configs": [["configs.programs"], ["configs"]],
   "launch": [
-    ["launch.cli"],
+    ["launch.cli", "launch.http"],
     ["launch.gateway", "launch.report"],
     ["launch.run"],
     ["launch"],

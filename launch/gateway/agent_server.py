@@ -22,7 +22,8 @@ async def listen(
     max_length: ids of a conversation that a request may send.
   """
   # Here, not on top: a run without agents needs no HTTP.
-  from launch.gateway import access, app, connections, http_server
+  from launch.gateway import app
+  from launch.http import access, connections, http_server
 
   # The name of a session is a secret of its agent, which no page can send, so
   # bodies need not be declared as JSON.

@@ -15,13 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from launch.gateway import (
-  anthropic_messages,
-  disconnect,
-  json_fields,
-  openai_replies,
-  openai_requests,
-)
+from launch.gateway import anthropic_messages, openai_replies, openai_requests
+from launch.http import disconnect, json_fields
 from rl.agents import answer_stream, session_tree
 from rl.agents import sessions as sessions_lib
 from rl.engine import contract

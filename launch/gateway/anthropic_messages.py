@@ -12,7 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.gateway import json_fields, openai_replies, openai_requests
+from launch.gateway import openai_replies, openai_requests
+from launch.http import json_fields
 from models.chat import tool_calls
 from rl.agents import answer_stream
 from rl.engine import contract

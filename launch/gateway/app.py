@@ -26,22 +26,24 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette import applications, requests, responses, routing
 
+from launch.gateway import answers as openai_answers
 from launch.gateway import (
-  access,
-  admission,
   anthropic_messages,
-  disconnect,
   error_replies,
   gate,
-  http_server,
-  json_fields,
-  limits,
   openai_replies,
   openai_requests,
   server_metrics,
   tokenization,
 )
-from launch.gateway import answers as openai_answers
+from launch.http import (
+  access,
+  admission,
+  disconnect,
+  http_server,
+  json_fields,
+  limits,
+)
 from models.chat import answer_grammar
 from rl.agents import answer_stream, session_tree
 from rl.agents import messages as messages_lib

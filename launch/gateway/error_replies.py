@@ -2,13 +2,8 @@
 
 from starlette import exceptions, requests, responses
 
-from launch.gateway import (
-  admission,
-  disconnect,
-  json_fields,
-  openai_replies,
-  session_record,
-)
+from launch.gateway import openai_replies, session_record
+from launch.http import admission, disconnect, json_fields
 from rl.agents import sessions as sessions_lib
 from rl.engine import contract
 

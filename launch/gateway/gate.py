@@ -5,13 +5,8 @@ import time
 
 from starlette import requests, types
 
-from launch.gateway import (
-  access,
-  admission,
-  error_replies,
-  json_fields,
-  server_metrics,
-)
+from launch.gateway import error_replies, server_metrics
+from launch.http import access, admission, json_fields
 
 METRICS = "/metrics"
 _ALWAYS = access.OPEN_PATHS | {METRICS}

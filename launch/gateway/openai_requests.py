@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 from envs import base
-from launch.gateway import json_fields
+from launch.http import json_fields
 from models.chat import answer_grammar
 from rl.agents import session_tree
 from rl.data import trajectory

@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Iterator, Mapping
 
-from launch.gateway import admission
+from launch.http import admission
 from rl.agents import sessions as sessions_lib
 from rl.engine import contract
 

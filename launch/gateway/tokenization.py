@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from launch.gateway import json_fields, limits, openai_requests
+from launch.gateway import openai_requests
+from launch.http import json_fields, limits
 from rl.agents import messages
 from rl.rollout import episode as episode_lib
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 
-from launch.gateway import admission, http_server
 from launch.gateway import app as openai_app
+from launch.http import admission, http_server
 from models.chat import hf_chat, word_chat
 from rl.agents import sessions
 from rl.testing import scripted_engine

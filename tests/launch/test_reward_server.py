@@ -13,7 +13,7 @@ from envs import base, mixture
 from envs.offload import http, process_pool
 from envs.rewards import code_reward, comparison, rewards
 from launch import reward_server
-from launch.gateway import http_server
+from launch.http import http_server
 from tests.envs.offload import rewards_to_send
 from tests.helpers import commands
 

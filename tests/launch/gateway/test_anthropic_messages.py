@@ -5,7 +5,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from launch.gateway import anthropic_messages, json_fields
+from launch.gateway import anthropic_messages
+from launch.http import json_fields
 from tests.helpers import openai_server
 
 pytestmark = pytest.mark.process  # Its server listens on a port.

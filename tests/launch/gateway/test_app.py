@@ -10,8 +10,9 @@ import numpy as np
 import openai
 import pytest
 
-from launch.gateway import access, admission, openai_replies, session_record
 from launch.gateway import app as openai_app
+from launch.gateway import openai_replies, session_record
+from launch.http import access, admission
 from models.chat import hf_chat
 from rl.agents import answer_stream, sessions
 from rl.data import trajectory

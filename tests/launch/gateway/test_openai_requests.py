@@ -5,7 +5,8 @@ import json
 import pytest
 
 from envs import base
-from launch.gateway import json_fields, openai_requests
+from launch.gateway import openai_requests
+from launch.http import json_fields
 from rl.data import trajectory
 
 USER = {"role": "user", "content": "go"}

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from launch.gateway import admission, server_metrics
+from launch.gateway import server_metrics
+from launch.http import admission
 from models.chat import word_chat
 from rl.agents import sessions
 from rl.testing import scripted_engine

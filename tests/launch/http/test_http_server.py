@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 from starlette import responses
 
-from launch.gateway import connections, http_server
+from launch.http import connections, http_server
 from rl.settings import annotations
 
 

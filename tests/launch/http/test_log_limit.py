@@ -2,7 +2,7 @@
 
 import logging
 
-from launch.gateway import log_limit
+from launch.http import log_limit
 
 
 def test_the_same_line_is_logged_a_few_times_in_a_period():

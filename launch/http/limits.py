@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs import base
-from launch.gateway import json_fields
+from launch.http import json_fields
 from rl.rollout import episode as episode_lib
 
 MAX_DEPTH = 64

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from launch.gateway import admission
+from launch.http import admission
 
 
 def test_there_is_a_limit_for_all_and_one_for_each_client():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.gateway import json_fields, limits
+from launch.http import json_fields, limits
 from models.chat import byte_chat, word_chat
 
 BOUNDS = limits.RequestLimits(

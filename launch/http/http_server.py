@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from starlette import requests
 
-from launch.gateway import connections, disconnect, json_fields, log_limit
+from launch.http import connections, disconnect, json_fields, log_limit
 from rl.settings import annotations
 
 # A client that is still sending when the connection ends sees no reply.

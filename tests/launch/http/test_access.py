@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.gateway import access, json_fields
+from launch.http import access, json_fields
 from rl.settings import annotations
 
 ONE, TWO = "first-key-of-sixteen", "second-key-of-sixteen"

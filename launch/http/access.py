@@ -14,7 +14,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 
-from launch.gateway import json_fields
+from launch.http import json_fields
 from rl.settings import annotations
 
 MIN_KEY = 16

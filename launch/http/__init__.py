@@ -1,0 +1,1 @@
+"""HTTP servers with bounds: on clients, connections, bodies and the log."""
