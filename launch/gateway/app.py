@@ -8,6 +8,7 @@
 
   _read -> chat_query -> Session.begin -> engine -> Session.record -> reply
   '-------- in threads, within limits -'
+            what is long, in a process
 
 The path names the session of a request, so that a client only needs another
 base_url; the header x-session-id does the same. A request with neither gets a
@@ -17,6 +18,7 @@ session of its own. A client that disconnects aborts its requests.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -29,12 +31,13 @@ from starlette import applications, requests, responses, routing
 from launch.gateway import answers as openai_answers
 from launch.gateway import (
   anthropic_messages,
+  body_reader,
   error_replies,
   gate,
   openai_replies,
   openai_requests,
+  reading_process,
   server_metrics,
-  tokenization,
 )
 from launch.http import (
   access,
@@ -46,14 +49,15 @@ from launch.http import (
 )
 from models.chat import answer_grammar
 from rl.agents import answer_stream, session_tree
-from rl.agents import messages as messages_lib
 from rl.agents import sessions as sessions_lib
 from rl.data import trajectory
 from rl.engine import contract
 
 _T = TypeVar("_T")
 # Of a request that is read and encoded fast; others do not wait for slow ones.
-_SMALL_BODY = 32 << 10
+_SMALL = 32 << 10
+# Reading more holds up the event loop, in whatever thread it is done.
+_LONG = 512 << 10
 _THREADS = 2
 
 
@@ -168,14 +172,19 @@ class _Api:
     self._engine = engine
     self._sessions = sessions
     self._serving = serving
+    able = engine.capabilities
     self._limits = limits.of_chat(
-      sessions.chat,
-      serving.max_length or engine.capabilities.max_length,
-      serving.max_body,
+      sessions.chat, serving.max_length or able.max_length, serving.max_body
     )
-    self._quick, self._slow = (
-      futures.ThreadPoolExecutor(_THREADS, f"gateway-{name}")
-      for name in ("quick", "slow")
+    self._reader = body_reader.BodyReader(
+      chat=sessions.chat,
+      bounds=self._limits,
+      vocab_size=able.vocab_size,
+      max_length=able.max_length,
+    )
+    self._quick, self._slow, self._long = (
+      futures.ThreadPoolExecutor(number, f"gateway-{name}")
+      for name, number in (("quick", _THREADS), ("slow", _THREADS), ("long", 1))
     )
 
   async def health(self, request: requests.Request) -> responses.Response:
@@ -225,7 +234,7 @@ class _Api:
 
   async def finish(self, request: requests.Request) -> responses.Response:
     """Ends a session; returns and records its trajectories."""
-    ending = await self._read(request, openai_requests.ending)
+    ending = await self._read(request, "ending")
     name = request.path_params["session"]
     branches = self._sessions.finish(name, ending, request.state.client)
     return await self._shown(branches, session=name)
@@ -244,22 +253,13 @@ class _Api:
 
   async def chat(self, request: requests.Request) -> responses.Response:
     """Answers a conversation."""
-    query = await self._read(request, self._chat_query)
+    query = await self._read(request, "chat_query")
     return await self._chat(request, query)
 
   async def messages(self, request: requests.Request) -> responses.Response:
     """Answers a conversation of Anthropic's API."""
-
-    def read(body: dict[str, Any]) -> openai_requests.ChatQuery:
-      return self._chat_query(anthropic_messages.chat_body(body))
-
-    query = await self._read(request, read)
+    query = await self._read(request, "message_query")
     return await self._chat(request, query, anthropic_messages.MessageFormat)
-
-  def _chat_query(self, body: dict[str, Any]) -> openai_requests.ChatQuery:
-    query = openai_requests.chat_query(body)
-    self._limits.check_messages(query.messages)
-    return query
 
   async def _chat(
     self,
@@ -270,9 +270,11 @@ class _Api:
     session = self._open(request)
     number = session.take_number()
     with session.request_running(), _as_bad_request("messages"):
+      size = sum(len(message.content) for message in query.messages)
+      encode = functools.partial(self._do, size, "encode")
       opening = await self._in_thread(
-        self._pool(sum(len(message.content) for message in query.messages)),
-        lambda: session.begin(query.messages, query.tools, number),
+        self._pool(size),
+        lambda: session.begin(query.messages, query.tools, number, encode),
       )
     constraint = await self._constraint(query.grammar)
 
@@ -297,14 +299,7 @@ class _Api:
 
   async def text(self, request: requests.Request) -> responses.Response:
     """Continues a text, or ids."""
-
-    def read(body: dict[str, Any]) -> openai_requests.TextQuery:
-      query = openai_requests.text_query(body)
-      if isinstance(query.prompt, str):
-        self._limits.check_characters(len(query.prompt), "prompt")
-      return query
-
-    query = await self._read(request, read)
+    query = await self._read(request, "text_query")
     prompt, chat = query.prompt, self._sessions.chat
     session = self._open(request)
     number = session.take_number()
@@ -312,7 +307,7 @@ class _Api:
     def begin() -> session_tree.Opening:
       ids = prompt
       if isinstance(ids, str):
-        ids = messages_lib.text_ids(chat, ids)
+        ids = self._do(len(ids), "text_ids", ids)
       return session.begin_ids(np.asarray(ids, np.int32), number)
 
     with session.request_running(), _as_bad_request("prompt"):
@@ -329,28 +324,14 @@ class _Api:
 
   async def tokenize(self, request: requests.Request) -> responses.Response:
     """Returns the ids of a text or of a conversation, whatever was sampled."""
-    chat, bounds = self._sessions.chat, self._limits
-
-    def encode(body: dict[str, Any]) -> responses.Response:
-      with messages_lib.encoding():
-        tokens = tokenization.tokens(body, chat, bounds)
-      longest = self._engine.capabilities.max_length
-      return responses.JSONResponse(
-        {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
-      )
-
     with _as_bad_request():
-      return await self._read(request, encode)
+      reply = await self._read(request, "tokenized")
+    return responses.Response(reply, media_type="application/json")
 
   async def detokenize(self, request: requests.Request) -> responses.Response:
     """Returns the text of ids."""
-    chat, able = self._sessions.chat, self._engine.capabilities
-
-    def decode(body: dict[str, Any]) -> responses.Response:
-      text = tokenization.text(body, chat, able.vocab_size)
-      return responses.JSONResponse({"prompt": text})
-
-    return await self._read(request, decode)
+    reply = await self._read(request, "detokenized")
+    return responses.Response(reply, media_type="application/json")
 
   async def _answer(
     self,
@@ -451,16 +432,14 @@ class _Api:
         f"no agent plays in session {name}"
       ) from None
 
-  async def _read(
-    self, request: requests.Request, read: Callable[[dict[str, Any]], _T]
-  ) -> _T:
-    """Returns what `read` makes of a body; it is called in a thread."""
+  async def _read(self, request: requests.Request, name: str) -> Any:
+    """Returns what a method of the reader makes of a body."""
     limit, seconds = self._limits.body_bytes, self._serving.body_s
     try:
       body = await http_server.body(request, limit, seconds)
-      return await self._in_thread(
-        self._pool(len(body)), lambda: read(self._limits.loads(body))
-      )
+      size = len(body)
+      work = functools.partial(self._do, size, name, body)
+      return await self._in_thread(self._pool(size), work)
     except json_fields.BadRequest as error:
       if error.status == 413 or error.code == "context_length_exceeded":
         self._note_too_long(request)
@@ -475,8 +454,23 @@ class _Api:
       session = self._sessions.get(name, request.state.client)
       session.was_too_long = True
 
+  def _do(self, size: int, name: str, *arguments: Any) -> Any:
+    """Calls a method of the reader, in the thread of `_pool`."""
+    process = self._process if size > _LONG else None
+    if process is None:
+      return getattr(self._reader, name)(*arguments)
+    return process.call(name, *arguments)
+
+  @functools.cached_property
+  def _process(self) -> reading_process.ReadingProcess | None:
+    """Reads what is long; None with a chat that cannot be pickled."""
+    process = reading_process.ReadingProcess(self._reader)
+    return process if process.takes_chat() else None
+
   def _pool(self, size: int) -> futures.Executor:
-    return self._quick if size <= _SMALL_BODY else self._slow
+    if size <= _SMALL:
+      return self._quick
+    return self._slow if size <= _LONG else self._long
 
   async def _in_thread(
     self, pool: futures.Executor, work: Callable[[], _T]

@@ -138,3 +138,22 @@ def append_ids(
     return chat.append(messages)
   ended = len(sampled) > 0 and int(sampled[-1]) in chat.stop_ids
   return chat.append(messages, ended)
+
+
+def encode(
+  chat: episode_lib.Chat,
+  messages: Sequence[base.Message],
+  tools: Sequence[Mapping[str, Any]] = (),
+  sampled: Int32[np.ndarray, " T"] | None = None,
+) -> Int32[np.ndarray, " P"]:
+  """Returns the ids of a conversation, or of messages after an answer.
+
+  Args:
+    sampled: the answer's ids; None: the messages are the conversation.
+
+  Raises:
+    ValueError: the chat cannot encode them.
+  """
+  if sampled is None:
+    return open_ids(chat, messages, tools)
+  return append_ids(chat, messages, sampled)

@@ -12,6 +12,7 @@ as another branch.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 import zlib
@@ -61,6 +62,16 @@ class Ending:
         "reward; leave it out"
       )
 
+
+Encode = Callable[
+  [
+    Sequence[base.Message],
+    Sequence[Mapping[str, Any]],
+    Int32[np.ndarray, " T"] | None,
+  ],
+  Int32[np.ndarray, " P"],
+]
+"""Returns the ids of messages; see `messages.encode`."""
 
 # Objects, names and ids.
 _ANSWER_BYTES, _MESSAGE_BYTES = 2000, 1000
@@ -194,6 +205,7 @@ class Session:
     messages: Sequence[base.Message],
     tools: Sequence[Mapping[str, Any]] = (),
     number: int | None = None,
+    encode: Encode | None = None,
   ) -> Opening:
     """Returns the ids of a conversation and its place in the tree.
 
@@ -202,19 +214,22 @@ class Session:
 
     Args:
       number: from `take_number`, which a caller in another thread needs.
+      encode: does as `messages.encode` with the chat of the session, elsewhere.
 
     Raises:
       ValueError: the chat cannot encode it.
     """
     number = self.take_number() if number is None else number
+    encode = encode or functools.partial(messages_lib.encode, self._chat)
     with messages_lib.encoding():
-      return self._begin(messages, tools, number)
+      return self._begin(messages, tools, number, encode)
 
   def _begin(
     self,
     messages: Sequence[base.Message],
     tools: Sequence[Mapping[str, Any]],
     number: int,
+    encode: Encode,
   ) -> Opening:
     keys = tuple(messages_lib.key(message) for message in messages)
     shown = json.dumps(tools, sort_keys=True) if tools else ""
@@ -229,12 +244,8 @@ class Session:
     before, num_recorded = self._deepest(end)
     if any(message.role == "assistant" for message in messages[num_recorded:]):
       before, num_recorded = None, 0
-    if before is None:
-      context = messages_lib.open_ids(self._chat, messages, tools)
-    else:
-      context = messages_lib.append_ids(
-        self._chat, messages[num_recorded:], before.completion.tokens
-      )
+    sampled = before and before.completion.tokens
+    context = encode(messages[num_recorded:], tools, sampled)
     context = np.asarray(context, np.int32)
     said = tuple(messages[num_recorded:])
     keys = keys[num_recorded:]
