@@ -8,8 +8,9 @@ reaches it with envs.offload.http.Http(url=..., reward=...). --processes=N
 computes in processes, which a reward that computes for long needs: otherwise
 one call at a time is served, and a late one cannot be ended.
 
-Requests need no key: anyone who reaches the port is answered. Ctrl-C or SIGTERM
-lets running calls end, for 5 s.
+Only this machine is served, or, with --host, whoever sends a key of
+--api_key_file: a run takes it from the environment variable that `key` of its
+Http names. Ctrl-C or SIGTERM lets running calls end, for 5 s.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from starlette import applications, requests, responses, routing
 from envs import base
 from envs.offload import http, process_pool, wire
 from launch.cli import flags
-from launch.http import disconnect, http_server, json_fields
+from launch.http import access, disconnect, http_server, json_fields
 from launch.run import signals
 from rl.settings import annotations
 
@@ -35,6 +36,24 @@ _REWARD = absl_flags.DEFINE_string(
 _HOST = absl_flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
 _PORT = absl_flags.DEFINE_integer(
   "port", 8080, "Port; 0 takes any free one.", 0, 65535
+)
+_API_KEY_FILE = absl_flags.DEFINE_string(
+  "api_key_file",
+  None,
+  "File of keys, one a line; calls need one of them. Required unless --host is"
+  " of this machine only.",
+)
+_ALLOW_HOST = absl_flags.DEFINE_multi_string(
+  "allow_host",
+  [],
+  "Name under which calls reach a server on loopback, as through a proxy; may"
+  " be repeated.",
+)
+_TLS_CERTIFICATE = absl_flags.DEFINE_string(
+  "tls_certificate", None, "Certificate with its chain, in PEM; serves https."
+)
+_TLS_KEY = absl_flags.DEFINE_string(
+  "tls_key", None, "Key of the certificate, in PEM, without a password."
 )
 _PROCESSES = absl_flags.DEFINE_integer(
   "processes", 0, "Processes for each reward; 0 computes in the server's.", 0
@@ -54,11 +73,17 @@ class Function:
     reward: computed, with its parts.
     num_processes: for each of them; 0: on the event loop.
     deadline_s: of one call.
+    rules: by default those of a server on loopback without keys.
   """
 
   def __init__(
-    self, reward: base.Reward, num_processes: int = 0, deadline_s: float = 60.0
+    self,
+    reward: base.Reward,
+    num_processes: int = 0,
+    deadline_s: float = 60.0,
+    rules: access.Access | None = None,
   ):
+    self._rules = rules or access.Access()
     self._rewards = served(reward, num_processes)
     self._deadline_s = deadline_s
     self._is_cold = True
@@ -81,10 +106,14 @@ class Function:
         await reward.close()
 
   async def _describe(self, request: requests.Request) -> responses.Response:
-    del request
+    self._check(request)
     return responses.JSONResponse({"rewards": list(self._rewards)})
 
+  def _check(self, request: requests.Request) -> None:
+    self._rules.client(request.method, request.url.path, request.headers)
+
   async def _grade(self, request: requests.Request) -> responses.Response:
+    self._check(request)
     body = await http_server.body(request, _MAX_BODY, _BODY_S)
     try:
       name, task, transcripts = wire.read_request(body)
@@ -117,7 +146,8 @@ async def _on_error(
     return responses.Response(status_code=499)  # The client cannot read it.
   status = error.status if isinstance(error, json_fields.BadRequest) else 500
   text = f"{type(error).__name__}: {error}" if status == 500 else str(error)
-  return responses.JSONResponse({"error": text}, status)
+  asks = {"www-authenticate": "Bearer"} if status == 401 else None
+  return responses.JSONResponse({"error": text}, status, asks)
 
 
 def served(
@@ -160,18 +190,30 @@ def _reward() -> base.Reward:
 @flags.command
 def main() -> None:
   """Checks flags, settings and port; serves until a signal."""
-  with flags.exit_on_setting_error():
-    function = Function(_reward(), _PROCESSES.value, _DEADLINE_S.value)
-    port = http_server.bind_flags(_HOST.value, _PORT.value)
-  with contextlib.closing(port):
-    asyncio.run(_serve(function, port))
+  with contextlib.ExitStack() as closing:
+    with flags.exit_on_setting_error():
+      reward = _reward()
+      tls = http_server.read_tls(_TLS_CERTIFICATE.value, _TLS_KEY.value)
+      port = closing.enter_context(
+        http_server.bind_flags(_HOST.value, _PORT.value)
+      )
+      rules = access.of_flags(
+        _HOST.value,
+        port.getsockname()[0],
+        _API_KEY_FILE.value,
+        _ALLOW_HOST.value,
+      )
+      function = Function(reward, _PROCESSES.value, _DEADLINE_S.value, rules)
+    asyncio.run(_serve(function, port, tls))
 
 
-async def _serve(function: Function, port: socket.socket) -> None:
+async def _serve(
+  function: Function, port: socket.socket, tls: http_server.Tls | None
+) -> None:
   stopping = asyncio.Event()
   signals.Signals(stopping.set, lambda text: print(text, file=sys.stderr))
   try:
-    async with http_server.listening(function.app, port) as address:
+    async with http_server.listening(function.app, port, tls=tls) as address:
       print(f"rewards are computed at {address}", flush=True)
       await stopping.wait()
   finally:

@@ -131,18 +131,13 @@ def main() -> None:
 def _rules(port: socket.socket) -> access.Access:
   """Returns who may ask a server that listens on a port."""
   address, path = port.getsockname()[0], _API_KEY_FILE.value
-  access.check_bind(_HOST.value, address, path is not None)
-  hosts = None
-  if access.is_loopback(address):
-    names = (_HOST.value, *_ALLOW_HOST.value)
-    hosts = frozenset(name.lower() for name in names)
-  elif _TLS_KEY.value is None:
+  rules = access.of_flags(_HOST.value, address, path, _ALLOW_HOST.value)
+  if rules.hosts is None and _TLS_KEY.value is None:
     _progress(
       "without --tls_certificate and --tls_key anyone on the way can read keys "
       "and conversations"
     )
-  keys = () if path is None else access.read_keys(path)
-  return access.Access(keys=keys, hosts=hosts)
+  return rules
 
 
 def _loading() -> contextlib.AbstractAsyncContextManager[

@@ -48,11 +48,14 @@ class Http(wire.Elsewhere):
     timeout_s: of one call. Below `rollout.grading.deadline_s`, as only an error
       of its own names the URL.
     max_connections: calls under way; others wait.
+    key: environment variable with the key of the server; it is sent if it is
+      set.
   """
 
   url: str
   timeout_s: float = 20.0
   max_connections: int = 64
+  key: str = "REWARD_API_KEY"
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -166,7 +169,8 @@ class _Function(calls.Client):
   async def open(self) -> None:
     """Checks that the function computes this reward, with these settings."""
     url = self._setting.url
-    text = await self._connections.request("GET", url)
+    headers = authorization(self._setting.key)
+    text = await self._connections.request("GET", url, headers=headers)
     own = wire.identity(self._setting.reward)
     try:
       known = json.loads(text)["rewards"]
@@ -182,7 +186,8 @@ class _Function(calls.Client):
 
   async def send(self, request: bytes) -> list[base.Grade]:
     url = self._setting.url
-    text = await self._connections.request("POST", url, request)
+    headers = authorization(self._setting.key)
+    text = await self._connections.request("POST", url, request, headers)
     grades, is_cold = wire.read_grades(text, url)
     self.calls.counts.cold_starts += is_cold
     return grades

@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from launch.http import json_fields
 from rl.settings import annotations
@@ -124,13 +124,29 @@ def read_keys(path: str | os.PathLike[str]) -> tuple[bytes, ...]:
   return tuple(dict.fromkeys(_digest(key.encode()) for key in keys))
 
 
-def check_bind(host: str, address: str, has_keys: bool) -> None:
-  """Raises SettingError unless a server with, or without, keys may listen."""
-  if not has_keys and not is_loopback(address):
+def of_flags(
+  host: str,
+  address: str,
+  api_key_file: str | None,
+  allow_host: Sequence[str] = (),
+) -> Access:
+  """Returns the rules of a server that listens on an address.
+
+  Args:
+    host, api_key_file, allow_host: the flags of these names.
+
+  Raises:
+    SettingError: it is reached from other machines, and has no keys; or as
+      `read_keys`.
+  """
+  if api_key_file is None and not is_loopback(address):
     raise annotations.SettingError(
       f"--host={host} is reached from other machines, and anyone there would "
       "be answered; give --api_key_file=FILE, or use --host=127.0.0.1"
     )
+  keys = () if api_key_file is None else read_keys(api_key_file)
+  names = frozenset(name.lower() for name in (host, *allow_host))
+  return Access(keys=keys, hosts=names if is_loopback(address) else None)
 
 
 def is_loopback(name: str) -> bool:

@@ -1,6 +1,7 @@
 """launch.reward_server: the same grades wherever a reward is computed."""
 
 import asyncio
+import functools
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ from envs import base, mixture
 from envs.offload import http, process_pool
 from envs.rewards import code_reward, comparison, rewards
 from launch import reward_server
-from launch.http import http_server
+from launch.http import access, http_server
 from tests.envs.offload import rewards_to_send
 from tests.helpers import commands
 
@@ -180,6 +181,44 @@ def test_a_request_that_fails_gets_the_reason(body, message):
   serving(reward_server.Function(rewards_to_send.Told()), scenario)
 
 
+def test_a_server_with_keys_answers_their_holders(tmp_path, monkeypatch):
+  path, key = tmp_path / "keys", "0123456789abcdef"
+  path.write_text(key)
+  reward = rewards.NumericMatch()
+  rules = access.Access(keys=access.read_keys(path))
+
+  async def scenario(address):
+    found = []
+    for sent in ("", key, "another key of 23 bytes"):
+      monkeypatch.setenv("MY_KEY", sent)
+      client = http.Http(url=address, reward=reward, key="MY_KEY")
+      for ask in (client.open, functools.partial(client, TASK, TRANSCRIPTS)):
+        try:
+          await ask()
+          found.append("answered")
+        except OSError as error:
+          found.append(str(error).partition(" answered ")[2][:22])
+      await client.close()
+    return found
+
+  found = serving(reward_server.Function(reward, rules=rules), scenario)
+  refused = "401: this server needs"
+  assert found == [refused] * 2 + ["answered"] * 2 + [refused] * 2
+
+
+def test_pages_of_other_origins_are_refused():
+  async def scenario(address):
+    connections = http.Connections(20.0)
+    headers = {"origin": "http://evil.example"}
+    try:
+      with pytest.raises(OSError, match="403: pages of http://evil"):
+        await connections.request("GET", f"{address}/", headers=headers)
+    finally:
+      await connections.close()
+
+  serving(reward_server.Function(rewards.Outcome()), scenario)
+
+
 def test_a_late_call_is_ended():
   reward = rewards_to_send.Slow(seconds=60.0)
 
@@ -233,6 +272,7 @@ def test_the_command_serves_until_a_signal():
     ([], "--config is missing"),
     (["--reward=outcome", "--config.seed=1"], "--reward stands for itself"),
     (["--reward=outcome", "--host=256.1.1.1"], "--host=256.1.1.1 --port=8080"),
+    (["--reward=outcome", "--host=0.0.0.0", "--port=0"], "--api_key_file=FILE"),
   ],
 )
 def test_flags_that_cannot_work_say_so(arguments, message):

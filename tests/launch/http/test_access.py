@@ -129,12 +129,17 @@ def test_a_file_without_good_keys_is_refused(tmp_path, text, words):
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "10.1.2.3"])
-def test_other_machines_are_served_with_keys_only(address):
-  access.check_bind(address, address, True)
+def test_other_machines_are_served_with_keys_only(tmp_path, address):
+  path = tmp_path / "keys"
+  path.write_text(ONE)
+  rules = access.of_flags(address, address, str(path))
+  assert len(rules.keys) == 1
+  assert rules.hosts is None
   with pytest.raises(annotations.SettingError, match="--api_key_file=FILE"):
-    access.check_bind(address, address, False)
+    access.of_flags(address, address, None)
 
 
 def test_this_machine_is_served_without_keys():
   for address in ("127.0.0.1", "::1", "127.0.1.1"):
-    access.check_bind("localhost", address, False)
+    rules = access.of_flags("localhost", address, None, ["Proxy"])
+    assert (rules.keys, rules.hosts) == ((), {"localhost", "proxy"})
