@@ -27,6 +27,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine
+from rl.audit import event_log
 from rl.data import packing
 
 _RUN = absl_flags.DEFINE_string("run", "", "Directory of a run to read.")
@@ -53,8 +54,7 @@ def _read(run: pathlib.Path) -> Iterator[dict[str, list[str]]]:
   lengths: dict[tuple[int, ...], int] = {}
   rewards: dict[tuple[int, ...], float] = {}
   groups: dict[int, list[list[tuple[int, ...]]]] = collections.defaultdict(list)
-  for line in (run / "events.jsonl").read_text().splitlines():
-    event = json.loads(line)
+  for event in event_log.LogFile(run / "events.jsonl"):
     at = tuple(event.get(x) for x in ("group", "attempt", "index"))
     match event["kind"]:
       case "ended":

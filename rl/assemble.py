@@ -209,8 +209,13 @@ def build(
   experiment.validate()
   experiment = fit(experiment)
   learner_layout, *decode_layouts = experiment.placement.layouts()
-  spans = trace.Trace(run_dir and run_dir / "spans.jsonl")
-  log = event_log.EventLog(run_dir and run_dir / "events.jsonl", clock)
+  segment_bytes = experiment.retention.segment_bytes
+  spans = trace.Trace(
+    run_dir and run_dir / "spans.jsonl", segment_bytes=segment_bytes
+  )
+  log = event_log.EventLog(
+    run_dir and run_dir / "events.jsonl", clock, segment_bytes=segment_bytes
+  )
   chat = experiment.build_chat(run_dir)
   watchdog = watchdog_lib.Watchdog(report, clock)
   learner_thread = mesh_thread.MeshThread("learner", spans)

@@ -23,6 +23,7 @@ from rl.pools import affinity, weight_transfer
 from rl.pools import placement as placement_lib
 from rl.pools import recovery as recovery_lib
 from rl.rollout import chats, episode, grading, group_rollout, prompts
+from rl.runtime import segments
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks, overrides, short_names
 from rl.train import optimizers
@@ -89,17 +90,19 @@ class Retention:
     skipped: updates that were skipped, as their loss or gradient is not finite,
       each with a copy of the parameters; the newest stay. By default all that
       end a run.
+    segment_bytes: of events.jsonl and of spans.jsonl, from which on they go
+      on anew, and what they had is compressed into events/ and spans/.
   """
 
   checkpoint_every: int = 25
   checkpoints: int = 2
   episodes_every: int = 10
   skipped: int = 3
+  segment_bytes: int = segments.MAX_BYTES
 
   def validate(self) -> None:
     """Raises ValueError on a number below 1."""
-    names = ("checkpoint_every", "checkpoints", "episodes_every", "skipped")
-    checks.at_least(self, 1, *names)
+    checks.at_least(self, 1, *(f.name for f in dataclasses.fields(self)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ and with its engine here or in a process of its own. At a random moment it is
 or its engine's process is killed or stopped. Then the run must go on for three
 rounds, its metrics must have each round once, its log must keep all promises
 with a ledger error of 0, no output may be a traceback, and no process may be
-left. A trial that fails prints the command that repeats it.
+left. Logs are in many segments. A trial that fails prints the command that
+repeats it.
 """
 
 import contextlib
@@ -77,7 +78,7 @@ def trial(number: int) -> bool:
     name: value
     for name, value in commands.TINY.items()
     if not name.startswith("overlap.")
-  } | {"rounds": "100000"}
+  } | {"rounds": "100000", "retention.segment_bytes": "40000"}
   if is_warm:
     del settings["warm_start"]
     settings["warm_start.steps"] = "30"

@@ -35,6 +35,8 @@ _RECORDS = (
   trackers.TRACKER_ID,
 )
 _TREES = (
+  "events",
+  "spans",
   "trajectories",
   "tensorboard",
   trackers.DIRECTORY,

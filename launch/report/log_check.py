@@ -2,8 +2,8 @@
 
   python -m launch.report --check runs/first
 
-One pass over events.jsonl, in flat memory; the run may have millions of
-episodes, still go on, or have been killed.
+One pass over events.jsonl and its segments, in flat memory; the run may have
+millions of episodes, still go on, or have been killed.
 """
 
 import collections
@@ -17,6 +17,7 @@ from launch.cli import config_file
 from models import untrusted_files
 from rl.audit import checker, event_log, tampering, token_ledger
 from rl.rollout import group_rollout
+from rl.runtime import segments
 from rl.schedule import overlap
 from rl.settings import overrides
 
@@ -251,7 +252,7 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
 
 def _promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:
   """Returns the schedule and the group size of a run that has a log."""
-  if not (run_dir / "events.jsonl").is_file():
+  if not segments.exists(run_dir / "events.jsonl"):
     raise UnreadableLog(
       f"{run_dir}/events.jsonl is missing; name the --workdir of a run"
     )
@@ -275,9 +276,11 @@ def tampered(run_dir: pathlib.Path) -> str:
   """
   schedule, group_size = _promised(run_dir)
   log = event_log.LogFile(run_dir / "events.jsonl")
-  counts = tampering.notice(
-    list(itertools.islice(log, _MAX_TAMPERED)), schedule, group_size, most=4
-  )
+  try:
+    beginning = list(itertools.islice(log, _MAX_TAMPERED))
+  except segments.Damaged as error:
+    raise UnreadableLog(str(error)) from error
+  counts = tampering.notice(beginning, schedule, group_size, most=4)
   rows = [f"{'kind':18}{'changed':16}noticed"]
   for (kind, field), (found, tried) in sorted(counts.items()):
     rows.append(f"{kind:18}{field or 'event':16}{found} of {tried}")
@@ -323,7 +326,8 @@ def read(
   """Reads a log; without a schedule nothing is checked.
 
   Raises:
-    UnreadableLog: an event lacks a field, as one of an older version may.
+    UnreadableLog: an event lacks a field, as one of an older version may, or
+      a segment of the log is damaged.
   """
   reader, log = _Reader(schedule, group_size), event_log.LogFile(path)
   try:
@@ -331,6 +335,8 @@ def read(
       reader.observe(event)
   except (LookupError, TypeError) as error:
     raise UnreadableLog(f"{path.name}: an event lacks {error}") from error
+  except segments.Damaged as error:
+    raise UnreadableLog(str(error)) from error
   return reader.verdict(log)
 
 

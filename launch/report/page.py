@@ -22,7 +22,7 @@ from launch.report import (
   run_files,
   warm_start_section,
 )
-from rl.runtime import trace
+from rl.runtime import segments, trace
 
 _HERE = pathlib.Path(__file__).parent
 _MAX_SPANS = 50_000
@@ -124,7 +124,7 @@ def _verdict(
 ) -> log_check.Verdict | None:
   """Returns the verdict on the event log, and notes missing parts."""
   log = path / "events.jsonl"
-  if not log.exists():
+  if not segments.exists(log):
     notes.append(f"{log.name} is missing.")
     return None
   schedule, group_size = None, 0

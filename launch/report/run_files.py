@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from rl.runtime import trace
+from rl.runtime import segments, trace
 
 Rows = Sequence[Mapping[str, Any]]
 """Lines of a JSON lines file, in order; a number that is not finite is None."""
@@ -30,13 +30,13 @@ def lines(
     notes: takes a sentence about lines that are left out.
     needed: types of fields; an object without them is left out.
   """
-  if not path.is_file():
+  if not segments.exists(path):
     is_there = path.exists()
     notes.append(f"{path.name} is {'no file' if is_there else 'missing'}.")
     return
   unreadable = 0
-  with path.open(encoding="utf-8", errors="replace") as file:
-    for line in file:
+  try:
+    for line in segments.lines(path):
       try:
         # A browser cannot parse the NaN that Python writes.
         row = json.loads(line, parse_constant=lambda _: None)
@@ -48,6 +48,8 @@ def lines(
         yield row
       else:
         unreadable += bool(line.strip())
+  except segments.Damaged as error:
+    notes.append(f"{error}.")
   if unreadable:
     notes.append(f"{path.name}: unreadable lines left out: {unreadable}.")
 

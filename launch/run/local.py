@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from launch.cli import config_file, workdir
 from launch.gateway import agent_server
-from launch.report import run_files
+from launch.report import log_check, run_files
 from launch.run import (
   display,
   metrics_writer,
@@ -63,9 +63,9 @@ def train(
   0: all rounds are done and every invariant held. 1: an invariant broke,
   something stalled, all engines were lost for good, gradients were no longer
   finite, faults left nothing to train, a checkpoint could not be written or
-  read, or the disk took nothing more. 2: the weights of `initial`, or a
-  recorded conversation, cannot be used. 128 + signal: stopped; checkpoints
-  stay.
+  read, a segment of the log was damaged, or the disk took nothing more. 2: the
+  weights of `initial`, or a recorded conversation, cannot be used. 128 +
+  signal: stopped; checkpoints stay.
 
   Args:
     began_s: reading of time.monotonic() when the command began, if not now.
@@ -96,6 +96,7 @@ def train(
     grading.RewardUnreachable,
     learner.LearnerLost,
     trackers.TrackerFailed,
+    log_check.UnreadableLog,
   ) as error:
     screen.note(f"error: {error}")
     return 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from launch.report import log_check, run_files
 from launch.report import page as report_page
-from rl.runtime import trace
+from rl.runtime import segments, trace
 
 Log = Callable[[str], None]
 
@@ -25,9 +25,12 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
     )
   _log_zero_variance(run_dir, log)
   _log_offloaded(run_dir, log)
-  trace.write_chrome(
-    trace.File(run_dir / "spans.jsonl"), run_dir / "trace.json"
-  )
+  try:
+    trace.write_chrome(
+      trace.File(run_dir / "spans.jsonl"), run_dir / "trace.json"
+    )
+  except segments.Damaged as error:
+    log(f"trace.json was not written: {error}")
   verdict = log_check.of_run(run_dir)
   log(f"report: {report_page.write(run_dir, verdict)}")
   return print_verdict(verdict, log)

@@ -57,6 +57,7 @@ not finite is `skipped`: none of its members is trained. `microbatch` counts
 those of a round, and the `length` of a group is that of members without fault.
 """
 
+import contextlib
 import json
 import math
 import pathlib
@@ -64,7 +65,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from rl.runtime import line_file
+from rl.runtime import line_file, segments
 
 Event = dict[str, Any]
 Runs = Sequence[Sequence[int]]
@@ -135,6 +136,8 @@ class EventLog:
       after the last of them; None: memory only.
     clock: of the event loop, in seconds.
     left_out: kinds that only listeners get.
+    segment_bytes: of the file on disk, from which on it is compressed; see
+      `segments`.
 
   Attributes:
     events: of this process; with a path only those since the last flush.
@@ -147,13 +150,16 @@ class EventLog:
     path: pathlib.Path | None = None,
     clock: Callable[[], float] = time.monotonic,
     left_out: Collection[str] = (),
+    segment_bytes: int = segments.MAX_BYTES,
   ):
     self.events: list[Event] = []
     self.listeners: list[Callable[[Event], None]] = []
     self._clock = clock
     self._left_out = left_out
     self._origin = clock() - (_last_time(path) if path else 0.0)
-    self.file = line_file.LineFile(path) if path else None
+    self.file: line_file.LineFile | None = (
+      segments.SegmentedFile(path, segment_bytes) if path else None
+    )
 
   def emit(self, kind: str, *, t: float | None = None, **fields: Any) -> None:
     """Records one event.
@@ -190,7 +196,8 @@ class EventLog:
 class LogFile:
   """The events of a log on disk, read anew by each iteration.
 
-  Memory is that of one line.
+  Memory is that of one line. An iteration raises `segments.Damaged` where a
+  part of the log is missing.
 
   Attributes:
     num_cut: lines that the last iteration left out because they are not JSON,
@@ -221,8 +228,7 @@ class LogFile:
     return any(f'"{word}"' in line for line in self._lines())
 
   def _lines(self) -> Iterator[str]:
-    with self._path.open(encoding="utf-8", errors="replace") as file:
-      yield from file
+    return segments.lines(self._path)
 
 
 def _event(line: str) -> Event | None:
@@ -240,13 +246,21 @@ def _last_time(path: pathlib.Path) -> float:
 
   A first token is logged later than it was sampled, so its `t` is ignored.
   """
-  if not path.exists():
+  if path.exists():
+    for line in _backwards(path):
+      event = _event(line.decode("utf-8", "replace"))
+      if event is not None and event["kind"] != "first_token":
+        return float(event["t"])
+  if not segments.closed(path):
     return 0.0
-  for line in _backwards(path):
-    event = _event(line.decode("utf-8", "replace"))
-    if event is not None and event["kind"] != "first_token":
-      return float(event["t"])
-  return 0.0
+  # A kill came right after a segment was closed.
+  last = 0.0
+  with contextlib.suppress(segments.Damaged):
+    for line in segments.lines(path, newest=1):
+      event = _event(line)
+      if event is not None and event["kind"] != "first_token":
+        last = float(event["t"])
+  return last
 
 
 def _backwards(path: pathlib.Path) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ from rl.audit import event_log
 from rl.planning import fitting, fleet
 from rl.planning import problem as problem_lib
 from rl.pools import placement
-from rl.runtime import trace
+from rl.runtime import segments, trace
 from rl.settings import overrides
 from rl.simulation import distributions, workload
 
@@ -104,10 +104,10 @@ def read(path: pathlib.Path) -> CalibrationRun:
 
   Raises:
     ValueError: it does not hold a run that has trained a round, or a line of
-      its records lacks a field.
+      its records lacks a field, or a segment of them is damaged.
   """
   for name in ("config.json", "events.jsonl", "spans.jsonl"):
-    if not (path / name).is_file():
+    if not segments.exists(path / name):
       raise ValueError(
         f"--calibrate={path}: {name} is missing; name the --workdir of a run"
       )
@@ -148,9 +148,11 @@ def _log(path: pathlib.Path) -> list[event_log.Event]:
 
 def _check_lines(file: pathlib.Path, found: int, what: str) -> None:
   """Raises ValueError unless all lines but a cut last one were found."""
-  lines = [line for line in file.read_bytes().splitlines() if line.strip()]
-  is_cut = bool(lines) and not lines[-1].endswith(b"}")
-  if len(lines) - is_cut > found:
+  count, is_cut = 0, False
+  for line in segments.lines(file):
+    if line.strip():
+      count, is_cut = count + 1, not line.rstrip().endswith("}")
+  if count - is_cut > found:
     raise ValueError(
       f"--calibrate={file.parent}: {file.name} has a line without {what}"
     )

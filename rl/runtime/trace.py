@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from rl.runtime import line_file
+from rl.runtime import line_file, segments
 
 Arg = int | float | str
 Interval = tuple[float, float]
@@ -54,16 +54,21 @@ class Trace:
     self,
     path: pathlib.Path | None,
     clock: Callable[[], float] = time.monotonic,
+    segment_bytes: int = segments.MAX_BYTES,
   ):
-    """Continues the JSON lines of `path`; None keeps no file."""
+    """Continues the JSON lines of `path`; None keeps no file.
+
+    Args:
+      segment_bytes: of the file, from which on it is compressed.
+    """
     self._clock = clock
     self._writing = threading.Lock()
     self.spans: list[Span] = []
     self.listeners: list[Callable[[Span], None]] = []
-    last = 0.0
-    if path and path.exists():
-      last = max((span.end for span in File(path)), default=0.0)
-    self.file = line_file.LineFile(path) if path else None
+    last = _last_end(path) if path and segments.exists(path) else 0.0
+    self.file: line_file.LineFile | None = (
+      segments.SegmentedFile(path, segment_bytes) if path else None
+    )
     self.origin = clock() - last
 
   def now(self) -> float:
@@ -114,16 +119,30 @@ def _line(span: Span) -> str:
 class File:
   """The spans of a file, read anew by each iteration, one at a time.
 
-  Lines that are no spans are left out: a crash may have cut them.
+  Lines that are no spans are left out: a crash may have cut them. An iteration
+  raises `segments.Damaged` where a part of the file is missing.
   """
 
   path: pathlib.Path
 
   def __iter__(self) -> Iterator[Span]:
-    with self.path.open(encoding="utf-8", errors="replace") as file:
-      for line in file:
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-          yield Span(**json.loads(line))
+    return _spans(segments.lines(self.path))
+
+
+def _spans(lines: Iterable[str]) -> Iterator[Span]:
+  for line in lines:
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+      yield Span(**json.loads(line))
+
+
+def _last_end(path: pathlib.Path) -> float:
+  """Returns the second at which a trace ends, 0 when it is empty."""
+  last = 0.0
+  # Spans are added when they end, so those of older segments end earlier.
+  with contextlib.suppress(segments.Damaged):
+    for span in _spans(segments.lines(path, newest=1)):
+      last = max(last, span.end)
+  return last
 
 
 def read(path: pathlib.Path) -> list[Span]:

@@ -1,9 +1,10 @@
 """Looks at runs in processes of their own, and at their workers."""
 
 import contextlib
-import json
 import pathlib
 import time
+
+from rl.audit import event_log
 
 DEADLINE_S = 200
 
@@ -48,6 +49,5 @@ def runs(pid) -> bool:
 
 def events(run_dir, kind):
   """Returns the events of a kind in the log of a run."""
-  lines = (run_dir / "events.jsonl").read_text().splitlines()
-  found = [json.loads(line) for line in lines if line]
-  return [event for event in found if event["kind"] == kind]
+  log = event_log.LogFile(run_dir / "events.jsonl")
+  return list(event_log.of_kind(log, kind))

@@ -17,6 +17,7 @@ from launch.cli import flags, workdir
 from launch.report import log_check
 from launch.run import status_server
 from rl.audit import event_log
+from rl.runtime import segments
 from tests.helpers import commands
 from tests.helpers.commands import TINY
 
@@ -144,6 +145,7 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
   settings = TINY | {
     "rounds": "24",
     "retention.checkpoint_every": "1000",
+    "retention.segment_bytes": "3000",
     "evaluation.every": "8",
   }
   process = commands.start(*commands.train(tmp_path, settings))
@@ -166,7 +168,9 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
   assert rounds == list(range(1, 25))
   evaluated = [row["round"] for row in lines(tmp_path / "evaluations.jsonl")]
   assert evaluated == sorted(set(evaluated))
-  log = lines(tmp_path / "events.jsonl")
+  # Once it is on disk a round has closed a segment: it has more than 3 kB.
+  assert len(segments.closed(tmp_path / "events.jsonl")) > 2
+  log = list(event_log.LogFile(tmp_path / "events.jsonl"))
   assert [e["kind"] for e in log].count("resumed") == 1
   # Groups of 24 rounds of 4, each trained once.
   trained = list(event_log.of_kind(event_log.surviving(log), "trained"))

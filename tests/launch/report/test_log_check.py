@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import threading
 
 import pytest
 
 from launch.report import log_check
 from launch.report import page as report_page
+from rl.runtime import segments
 from rl.schedule import overlap
 from rl.settings import overrides
 from tests.helpers import commands, event_logs
@@ -212,6 +214,42 @@ def test_a_log_without_a_schedule_is_read_but_not_checked(run_dir):
   assert (found.checks, found.violations, found.bound) == ([], [], None)
   assert found.lags == {0: 4, 1: 236}
   assert "an unknown bound" in found.summary
+
+
+def _write_segments(path, log):
+  """Writes a log in segments of about 10 events, compressed."""
+  file = segments.SegmentedFile(path, max_bytes=1000)
+  for event in log:
+    file.append([json.dumps(event)])
+  for thread in threading.enumerate():
+    if thread.name == "segments":
+      thread.join()
+
+
+def test_a_log_in_segments_gets_the_verdict_of_one_in_a_piece(run_dir):
+  whole = log_check.of_run(run_dir)
+  table = log_check.tampered(run_dir)
+  (run_dir / "events.jsonl").unlink()
+  _write_segments(run_dir / "events.jsonl", LOG)
+  assert len(segments.closed(run_dir / "events.jsonl")) > 50
+  assert log_check.of_run(run_dir) == whole
+  assert log_check.tampered(run_dir) == table
+  assert report_page.read(run_dir).verdict == whole
+
+
+def test_a_log_that_lacks_a_segment_is_not_checked_and_says_which(
+  run_dir, capsys
+):
+  log = run_dir / "events.jsonl"
+  log.unlink()
+  _write_segments(log, LOG)
+  segments.closed(log)[0].unlink()
+  words = "events/000001.jsonl.gz is missing, but 000002.jsonl.gz is there"
+  assert report_page.check_run(run_dir) == 2
+  assert words in capsys.readouterr().err
+  with pytest.raises(log_check.UnreadableLog, match=words):
+    log_check.tampered(run_dir)
+  assert any(words in note for note in report_page.read(run_dir).notes)
 
 
 def test_a_line_that_a_crash_cut_is_left_out_and_said(run_dir):

@@ -97,6 +97,23 @@ def test_a_resumed_log_keeps_its_history_and_survives_a_cut_line(tmp_path):
   assert [e["group"] for e in event_log.LogFile(path)] == [0, 1]
 
 
+def test_a_log_in_segments_is_read_as_one_and_its_time_goes_on(tmp_path):
+  path = tmp_path / "events.jsonl"
+  # An event has some 50 bytes, and a segment begins after each flush.
+  log = event_log.EventLog(path, clock=lambda: 7.0, segment_bytes=1)
+  for group in range(3):
+    log.emit("dequeued", t=float(group), group=group)
+    log.flush()
+  assert path.read_text() == ""
+  found = event_log.LogFile(path)
+  assert [e["group"] for e in found] == [0, 1, 2]
+  assert found.mentions("dequeued")
+  assert not found.mentions("resumed")
+  again = event_log.EventLog(path, clock=lambda: 7.0)
+  again.emit("resumed", trained=1)
+  assert again.events[0]["t"] == 2.0
+
+
 def test_lines_that_are_no_events_are_counted(tmp_path):
   path = tmp_path / "events.jsonl"
   event = b'{"t": 1.0, "kind": "dequeued", "group": 0}'

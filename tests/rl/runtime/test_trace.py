@@ -210,3 +210,15 @@ def test_of_a_long_run_the_chrome_trace_holds_the_last_spans(
   trace.write_chrome(spans, tmp_path / "trace.json")
   events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
   assert [e["ts"] for e in events if e["ph"] == "X"] == [3_000_000, 4_000_000]
+
+
+def test_a_trace_in_segments_reads_as_one_and_goes_on_behind_the_last(tmp_path):
+  path = tmp_path / "spans.jsonl"
+  # Every flush closes a segment of one span; the clock stands at 0.
+  spans = trace.Trace(path, clock=lambda: 0.0, segment_bytes=1)
+  for end in (1.0, 2.0, 3.0):
+    spans.add("learner", "update", end - 1.0, end)
+    spans.flush()
+  assert path.read_text() == ""
+  assert [span.end for span in trace.File(path)] == [1.0, 2.0, 3.0]
+  assert trace.Trace(path, clock=lambda: 0.0).origin == -3.0
