@@ -55,7 +55,7 @@ def _read(run: pathlib.Path) -> Iterator[dict[str, list[str]]]:
   rewards: dict[tuple[int, ...], float] = {}
   groups: dict[int, list[list[tuple[int, ...]]]] = collections.defaultdict(list)
   for event in event_log.LogFile(run / "events.jsonl"):
-    at = tuple(event.get(x) for x in ("group", "attempt", "index"))
+    at = tuple(int(event.get(x, -1)) for x in ("group", "attempt", "index"))
     match event["kind"]:
       case "ended":
         lengths[at] = event["length"]
