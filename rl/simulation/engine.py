@@ -20,7 +20,6 @@ from rl.simulation import processor as simulated_processor
 
 _LOGPROB = -0.5
 _IDS = 2**31 - 1
-_SHARED = 1 << 16
 
 
 class SimulatedEngine:
@@ -74,6 +73,10 @@ class SimulatedEngine:
     """(second, state) of each change so far; the last one goes on."""
     self._advance()
     return self._processor.states
+
+  def forget_states(self) -> None:
+    """Forgets the states so far, so that memory is flat in a long run."""
+    self._processor.states.clear()
 
   @property
   def served(self) -> float:
@@ -336,15 +339,10 @@ def _sampled(
 
 @functools.lru_cache(maxsize=1 << 16)
 def constant(value: float, count: int, dtype: type) -> np.ndarray:
-  """Returns equal numbers that all callers share, and none may change."""
-  if count > _SHARED:
-    return np.full(count, value, dtype)
-  return _shared(value, dtype)[:count]
+  """Returns equal numbers that all callers share, and none may change.
 
-
-@functools.lru_cache(maxsize=64)
-def _shared(value: float, dtype: type) -> np.ndarray:
-  """Returns a read-only array; that of every answer would fill the memory."""
-  array = np.full(_SHARED, value, dtype)
+  One number in memory: arrays of every answer and version would fill it.
+  """
+  array = np.ndarray(count, dtype, np.full(1, value, dtype), strides=(0,))
   array.flags.writeable = False
   return array

@@ -14,6 +14,7 @@ the transfer of weights only wait.
 import asyncio
 import dataclasses
 import gc
+import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -213,7 +214,8 @@ class RunRecord:
   """The record of a simulated run, in virtual seconds.
 
   Attributes:
-    events: all but turns, unless they are kept.
+    events: all but turns, unless they are kept. With a directory events and
+      spans lie there, and neither they nor `states` and `served` are here.
     num_events, num_turns: in all.
     ledger, violations: of all events, as they came.
     states: of every engine, (second, state) of each change.
@@ -250,6 +252,8 @@ def simulate(
   world: world_lib.World | None = None,
   listener: Callable[[event_log.Event], None] | None = None,
   keep_turns: bool = True,
+  run_dir: pathlib.Path | None = None,
+  observer: progress_lib.RunObserver | None = None,
 ) -> RunRecord:
   """Simulates a run, from the first task to the last publish.
 
@@ -257,6 +261,9 @@ def simulate(
     world: its tasks; None: those of the workloads.
     listener: called with each event when it is emitted.
     keep_turns: in the record, where they are most of the events.
+    run_dir: where events and spans are written, so that memory is flat however
+      long the run; None keeps them in the record.
+    observer: called between rounds.
 
   Raises:
     ValueError: see `Simulation.validate`.
@@ -269,7 +276,9 @@ def simulate(
   gc.set_threshold(100_000, 50, 100)
   gc.freeze()
   try:
-    return virtual_clock.run(play(settings, world, listener, keep_turns))
+    return virtual_clock.run(
+      play(settings, world, listener, keep_turns, run_dir, observer)
+    )
   finally:
     gc.unfreeze()
     gc.set_threshold(*before)
@@ -280,6 +289,8 @@ async def play(
   world: world_lib.World | None = None,
   listener: Callable[[event_log.Event], None] | None = None,
   keep_turns: bool = True,
+  run_dir: pathlib.Path | None = None,
+  observer: progress_lib.RunObserver | None = None,
 ) -> RunRecord:
   """Plays a run on the virtual loop on which it is called; see `simulate`.
 
@@ -292,10 +303,12 @@ async def play(
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
-  run = _Run(settings, world, keep_turns)
+  run = _Run(settings, world, keep_turns, run_dir, observer)
   if listener is not None:
     run.log.listeners.append(listener)
   await run.coordinator.run(progress_lib.beginning(0, run.tasks.cursor))
+  run.log.flush()
+  run.spans.flush()
   return RunRecord(
     settings=settings,
     events=run.log.events,
@@ -320,14 +333,23 @@ class _Run:
   """The parts of one simulated run, wired as those of a real one."""
 
   def __init__(
-    self, settings: Simulation, world: world_lib.World, keep_turns: bool
+    self,
+    settings: Simulation,
+    world: world_lib.World,
+    keep_turns: bool,
+    run_dir: pathlib.Path | None,
+    observer: progress_lib.RunObserver | None,
   ):
     clock = asyncio.get_running_loop().time
     self._settings = settings
+    self._is_kept = run_dir is None
+    self._observer = observer or progress_lib.RunObserver()
     self._homes: dict[_Place, int] = {}
     self._graded: set[_Place] = set()
     self.log = event_log.EventLog(
-      None, clock=clock, left_out=() if keep_turns else ("turn",)
+      run_dir and run_dir / "events.jsonl",
+      clock=clock,
+      left_out=() if keep_turns else ("turn",),
     )
     self.num_events = self.num_turns = 0
     self.ledger = token_ledger.LedgerBuilder()
@@ -339,7 +361,7 @@ class _Run:
       self.ledger.observe,
       self.checker.observe,
     ]
-    self.spans = trace.Trace(None, clock=clock)
+    self.spans = trace.Trace(run_dir and run_dir / "spans.jsonl", clock=clock)
     self.world = world
     self.tasks = prompts.Prompts(self.world, settings.seed, pool=_POOL_TASKS)
     pools = settings.cluster.engine_pools
@@ -407,7 +429,7 @@ class _Run:
       log=self.log,
       spans=self.spans,
       watchdog=watchdog,
-      observer=progress_lib.RunObserver(),
+      observer=self._observer,
     )
 
   def prefill_use(self) -> dict[str, float]:
@@ -426,19 +448,24 @@ class _Run:
     self.num_events += 1
     if kind == "turn":
       self.num_turns += 1
-    elif kind == "update":
+    elif kind == "update" and self._is_kept:
       self.served[event["version"]] = [e.served for e in self.engines]
+    elif kind == "update":
+      for engine in self.engines:
+        engine.forget_states()
     elif kind == "admitted":
       self._homes[event_log.member(event)] = event["engine"]
       self.engines[event["engine"]].expect(sessions=1)
     elif kind in ("ended", "aborted"):
       if (place := event_log.member(event)) in self._homes:
         self.engines[self._homes[place]].expect(sessions=-1)
+        if kind == "aborted":
+          del self._homes[place]
     elif kind == "grading":
       self._graded.add(place := event_log.member(event))
       self.engines[self._homes[place]].expect(graded=1)
-    elif (
-      kind in ("reward", "fault") and event_log.member(event) in self._graded
-    ):
-      self._graded.remove(place := event_log.member(event))
-      self.engines[self._homes[place]].expect(graded=-1)
+    elif kind in ("reward", "fault"):
+      home = self._homes.pop(place := event_log.member(event), None)
+      if place in self._graded and home is not None:
+        self._graded.remove(place)
+        self.engines[home].expect(graded=-1)

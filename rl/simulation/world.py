@@ -7,7 +7,6 @@ environment whatever the order of events.
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,10 @@ from rl.simulation import workload as workload_lib
 _STOP_ID = 1
 _NO_TEXT = tool_calls.Answer("")
 _FIRST_IDS = 1 << 16
+# Of an endless run only so many are known. Tasks are replayed soon or never,
+# and a play that was never graded has failed, or was aborted.
+_MAX_TASKS = 1 << 16
+_MAX_UNGRADED = 1 << 20
 _Play = tuple[int, workload_lib.GroupMember]
 """Number of the source, and the member that plays."""
 
@@ -59,9 +62,11 @@ class World:
     self.weights = tuple(workload.share for workload in self.workloads)
     self._draws = [workload_lib.Draws(w, self.seed) for w in self.workloads]
     self._numbers = {w.name: i for i, w in enumerate(self.workloads)}
-    self._built: collections.Counter[str] = collections.Counter()
-    self._graded: collections.Counter[_Play] = collections.Counter()
-    self._plays: list[_Play] = []
+    # The plays begun of a task, of tasks in the order of their last play.
+    self._built: dict[str, int] = {}
+    self._plays: dict[int, _Play] = {}
+    self._gradings: dict[int, int] = {}
+    self._num_plays = 0
     self._rising = _rising(_FIRST_IDS)
 
   # The source.
@@ -73,14 +78,22 @@ class World:
 
   def __call__(self, task: base.Task) -> base.Environment:
     """Returns a fresh environment of the task's source."""
-    member = workload_lib.GroupMember(task.index, self._built[task.id])
-    self._built[task.id] += 1
+    number = self._built.pop(task.id, 0)
+    self._built[task.id] = number + 1
+    if len(self._built) > _MAX_TASKS:
+      del self._built[next(iter(self._built))]
+    member = workload_lib.GroupMember(task.index, number)
     source, hosts = self._numbers[task.source], self.hosts
-    self._plays.append((source, member))
+    play, self._num_plays = self._num_plays, self._num_plays + 1
+    self._plays[play] = source, member
+    if len(self._plays) > _MAX_UNGRADED:
+      oldest = next(iter(self._plays))
+      del self._plays[oldest]
+      self._gradings.pop(oldest, None)
     return _Environment(
       self._draws[source],
       member,
-      len(self._plays) - 1,
+      play,
       hosts if hosts and hosts.serves(task.source) else None,
     )
 
@@ -97,13 +110,16 @@ class World:
     (transcript,) = transcripts
     _, play = _numbers(transcript.messages[0])
     source, member = self._plays[play]
-    call = self._graded[source, member]
-    self._graded[source, member] += 1
+    call = self._gradings.get(play, 0)
+    self._gradings[play] = call + 1
     draws = self._draws[source]
     async with self.seats.seat() if self.seats else contextlib.nullcontext():
       await _wait(draws.of_turn("reward_s", member, call))
     if draws.faulty("reward", member, call):
       raise OSError("a simulated reward failed")
+    # No further call begins for it; one under way may end as well.
+    self._plays.pop(play, None)
+    self._gradings.pop(play, None)
     return [base.Grade(float(draws.succeeds(member)), {})]
 
   # The engine's answers.

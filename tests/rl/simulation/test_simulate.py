@@ -1,12 +1,14 @@
 """Simulated runs: by hand if all is constant, otherwise by order."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 
-from rl.audit import checker, token_ledger
-from rl.runtime import watchdog
+from rl.audit import checker, event_log, token_ledger
+from rl.loop import progress
+from rl.runtime import trace, watchdog
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate
 from rl.simulation import learner as simulated_learner
@@ -228,6 +230,30 @@ def test_turns_that_are_not_kept_are_counted_and_checked_all_the_same():
   # Every episode would have ended without its turns.
   assert not short.violations
   assert checker.violations(short.events, simulated.overlap, group_size)
+
+
+class _Boundaries(progress.RunObserver):
+  def __init__(self):
+    self.trained = []
+
+  async def on_boundary(self, progress):
+    self.trained.append(progress.trained)
+
+
+def test_a_run_with_a_directory_has_its_log_there_and_not_in_memory(tmp_path):
+
+  simulated = settings(overlap.in_flight(4, 1), AGENT, size=4)
+  kept = simulate.simulate(simulated)
+  observer = _Boundaries()
+  record = simulate.simulate(simulated, run_dir=tmp_path, observer=observer)
+  log = list(event_log.LogFile(tmp_path / "events.jsonl"))
+  assert log == json.loads(json.dumps(kept.events))
+  assert trace.read(tmp_path / "spans.jsonl") == kept.spans
+  assert (record.events, record.spans, record.served) == ([], [], {})
+  # What has changed since the last update.
+  assert [len(states) < 10 for states in record.states] == [True]
+  assert record.ledger == kept.ledger
+  assert observer.trained == [1, 2, 3, 4, 5, 6]
 
 
 def test_sessions_go_where_the_routing_says():
