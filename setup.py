@@ -4,7 +4,10 @@ requirements.lock pins one tested resolution of all of it; `make lock` writes
 that file again. The ranges here are for projects that depend on this one.
 """
 
+import pathlib
+
 import setuptools
+from setuptools.command import build_py
 
 JAX = ">=0.8.3,<0.13"
 ENVS = ["textarena>=0.7.3", "gymnasium>=1.0"]
@@ -53,6 +56,20 @@ SGLANG = ["sglang-jax==0.0.2"]
 LINT = ["ruff>=0.12", "pyright[nodejs]>=1.1.400"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 
+TOPS = ("configs", "envs", "launch", "models", "rl", "twinmesh")
+
+
+class BuildWithMetrics(build_py.build_py):
+  """Puts docs/metrics.md beside the report, which explains metrics by it."""
+
+  def run(self):
+    """Builds the packages, and adds the page unless they are used in place."""
+    super().run()
+    if not self.editable_mode:
+      target = pathlib.Path(self.build_lib, "launch", "report", "metrics.md")
+      self.copy_file("docs/metrics.md", str(target))
+
+
 setuptools.setup(
   name="twinmesh",
   version="0.1.0",
@@ -63,14 +80,17 @@ setuptools.setup(
   package_dir={"": "."},
   packages=[
     package
-    for top in ("configs", "envs", "launch", "models", "rl")
+    for top in TOPS
     for package in setuptools.find_packages(include=[top, f"{top}.*"])
   ],
   package_data={
-    "configs": ["*.jsonl"],
+    **{top: ["py.typed"] for top in TOPS},
+    "configs": ["py.typed", "*.jsonl"],
     "launch.report": ["*.html", "*.js"],
     "models.hf": ["tiny/*"],
   },
+  cmdclass={"build_py": BuildWithMetrics},
+  entry_points={"console_scripts": ["twinmesh = twinmesh.command:main"]},
   install_requires=[
     f"jax{JAX}",
     # 0.12.6 works with jax 0.8.3, and 0.12.12 with jax 0.12.

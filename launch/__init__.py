@@ -2,5 +2,9 @@
 
 import time
 
+from twinmesh import top_packages
+
 BEGAN_S = time.monotonic()
 """Reading of the clock when the command began, before it imports the rest."""
+
+top_packages.check()

@@ -20,7 +20,10 @@ PAGES = [
   ROOT / "CONTRIBUTING.md",
   *sorted((ROOT / "docs").rglob("*.md")),
 ]
-TOPS = ("rl", "models", "launch", "envs", "configs", "benchmarks", "scripts")
+TOPS = (
+  *("rl", "models", "launch", "envs", "configs", "twinmesh"),
+  *("benchmarks", "scripts"),
+)
 FOLDERS = (*TOPS, "docs", "notebooks", "tests")
 FILE = re.compile(r"\.(py|md|lock|svg|jsonl?|html|yml)$")
 # Other projects' names.

@@ -31,7 +31,7 @@ from rl.settings import overrides, short_names
 _KEPT = known_programs.KEPT
 MAX_BYTES = 16 * untrusted_files.MIB
 _LINES = "__config_lines__"
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def load(file: pathlib.Path) -> types.ModuleType:
@@ -110,8 +110,8 @@ def _of_this_version(data: Any) -> Any:
 
 def put_root_on_path() -> None:
   """Lets configs import the project, wherever the program was started."""
-  if str(_ROOT) not in sys.path:
-    sys.path.append(str(_ROOT))
+  if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
 
 
 @contextlib.contextmanager

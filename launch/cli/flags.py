@@ -240,6 +240,8 @@ def _split(path: str) -> tuple[pathlib.Path, str | None]:
   """Returns the file and what follows `.py:`; the file exists."""
   head, separator, argument = path.partition(".py:")
   file = pathlib.Path(f"{head}.py" if separator else path)
+  if file.parts[:1] == ("configs",):
+    file = _or_shipped(file)
   if not file.is_file():
     raise overrides_lib.SettingError(_missing(file))
   if file.suffix not in (".py", ".json"):
@@ -247,6 +249,13 @@ def _split(path: str) -> tuple[pathlib.Path, str | None]:
       f"--config={path}: expected a .py or .json file"
     )
   return file, argument if separator else None
+
+
+def _or_shipped(file: pathlib.Path) -> pathlib.Path:
+  """Returns a file below configs/, or the one that comes with the package."""
+  shipped = config_file.ROOT / file
+  is_elsewhere = shipped.is_file() or not file.parent.is_dir()
+  return shipped if is_elsewhere and not file.is_file() else file
 
 
 def _missing(file: pathlib.Path) -> str:

@@ -1,11 +1,19 @@
-"""Explanations of metrics, read from the tables of docs/metrics.md."""
+"""Explanations of metrics, read from the tables of docs/metrics.md.
+
+A wheel has that page beside this file.
+"""
 
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "metrics.md"
+_HERE = pathlib.Path(__file__)
+_PLACES = (
+  _HERE.parents[2] / "docs" / "metrics.md",
+  _HERE.with_name("metrics.md"),
+)
+PAGE = next((page for page in _PLACES if page.is_file()), _PLACES[0])
 _HEAD = ("name", "unit", "formula", "meaning", "worse")
 _NUMBER = "k"
 

@@ -24,6 +24,7 @@ import re
 import secrets
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -64,6 +65,16 @@ def code_version() -> str:
     for file in sorted((_ROOT / top).rglob("*.py")):
       digest.update(file.read_bytes())
   return digest.hexdigest()[:16]
+
+
+def _own_path() -> list[str]:
+  """Returns the place of our packages, where another Python may look.
+
+  A wheel lies among all packages of this Python, and those are compiled for it:
+  another one must have a wheel of its own.
+  """
+  libraries = pathlib.Path(sysconfig.get_path("purelib")).resolve()
+  return [] if libraries == _ROOT else [str(_ROOT)]
 
 
 def environment() -> dict[str, str]:
@@ -276,7 +287,7 @@ class Workers:
   ) -> Worker:
     self._log_dir.mkdir(parents=True, exist_ok=True)
     log = self._log_dir / f"{name.replace(' ', '_')}.log"
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*_own_path(), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log.open("a") as output:
       process = subprocess.Popen(
         [python or sys.executable, "-m", "launch.worker"],

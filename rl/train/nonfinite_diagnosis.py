@@ -29,6 +29,7 @@ from rl.train import learner, skipped_updates
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _LIBRARIES = "site-packages"
+_OURS = ("configs", "envs", "launch", "models", "rl")
 _ABSURD = 1e6
 """No parameter, log-probability or advantage of a sound run is so large."""
 _COLUMNS = (
@@ -329,7 +330,10 @@ def _line(error: BaseException) -> str:
     frames = [] if one is None else traceback.extract_tb(one.__traceback__)
     for frame in reversed(frames):
       path = pathlib.Path(frame.filename)
-      if path.is_relative_to(_ROOT) and _LIBRARIES not in path.parts:
+      # A checkout may hold the libraries, and a wheel lies among them.
+      is_own = any(path.is_relative_to(_ROOT / top) for top in _OURS)
+      is_near = path.is_relative_to(_ROOT) and _LIBRARIES not in path.parts
+      if is_own or is_near:
         at = f"{path.relative_to(_ROOT)}:{frame.lineno}"
         return f" at {at} in {frame.name}: {frame.line}"
   return ""

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
-TOPS = ("envs", "models", "rl", "configs", "launch")
+TOPS = ("envs", "models", "rl", "configs", "launch", "twinmesh")
 
 
 @functools.cache

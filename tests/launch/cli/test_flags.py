@@ -227,6 +227,21 @@ def test_check_sees_the_overridden_tree_after_validate(config):
   assert seen == [tree]
 
 
+def test_configs_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert flags.load("configs/next_letter.py").environment.name == "next_letter"
+  with pytest.raises(overrides.SettingError, match=r"mean .*next_letter\.py"):
+    flags.load("configs/next_leter.py")
+
+
+def test_own_configs_come_before_those_of_the_package(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs/counter.py").write_text(CONFIG)
+  assert flags.load("configs/counter.py").name == "a"
+  assert flags.load("configs/next_letter.py").environment.name == "next_letter"
+
+
 def test_sweep_yields_overrides_that_load_takes(config, tmp_path):
   runs = flags.sweep(config)
   assert runs == [

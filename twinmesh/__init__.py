@@ -1,0 +1,1 @@
+"""The `twinmesh` command, and the check that all packages are Twinmesh's."""
