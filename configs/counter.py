@@ -7,6 +7,9 @@ and calls no tool. configs/counter.py:MODEL starts from the Hugging Face
 checkpoint in the directory MODEL, which may need longer limits:
 --config.rollout.turn_tokens=256 --config.rollout.max_tokens=2048
 --config.batch.length=2048
+
+Hardware: two CPU cores, or what MODEL needs. Duration: not measured. Expected:
+no success from the tiny model; from MODEL, not measured.
 """
 
 import dataclasses

@@ -3,8 +3,10 @@
 python -m launch.plan --config=configs/fleet_small.py
 
 Eight devices that compute well may train; eight that are cheaper only decode.
-Tasks are short games with slow steps and long answers of one turn. A plan
-takes about a minute.
+Tasks are short games with slow steps and long answers of one turn.
+
+Hardware: one CPU core. Duration: about a minute. Expected: plans, the fastest
+first.
 """
 
 from rl.planning import fleet, problem

@@ -15,12 +15,14 @@ keep_kv           1  the same; caches are kept
 drop              1  in flight, trained as completed; the stale is replaced
 recycle           1  in flight, trained as completed; the stale is replayed
 
-Hardware: two CPU cores, one virtual device for each mesh, and 5 to 7 minutes
-for all rounds, as with guess_number_moe. `python -m benchmarks.overlap` runs
-them all side by side: how long a round of each takes, what it trains of what
-it samples, and how much of that a simulation predicts. Over a round of sync
-they are up to 1.3 times as fast there, and where steps of the game take time
-from 0.8 (hard_frontier) to 1.85 times (drop).
+`python -m benchmarks.overlap` runs them all side by side: how long a round of
+each takes, what it trains of what it samples, and how much of that a simulation
+predicts.
+
+Hardware: two CPU cores, one virtual device for each mesh. Duration: 5 to 7
+minutes for all rounds. Expected: success as of guess_number_moe; over a round
+of sync they are up to 1.3 times as fast in that benchmark, and where steps of
+the game take time from 0.8 (hard_frontier) to 1.85 times (drop).
 """
 
 import dataclasses

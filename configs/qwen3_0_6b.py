@@ -9,7 +9,7 @@ alone. Training and decoding share the device; slots and pages are what training
 leaves of its memory.
 
 Hardware: one device of 80 GiB, such as an H100, by plan: it has not run there.
-Duration and result: not measured.
+Duration: not measured. Expected: not measured.
 """
 
 import ast

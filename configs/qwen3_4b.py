@@ -8,8 +8,8 @@ The agent calls tools, which `pip install 'twinmesh[tools]'` reads. Parameters
 and optimizer are split over all eight devices, and each of them decodes with an
 engine of its own.
 
-Hardware: eight devices of 80 GiB, by plan: it has not run there. Duration and
-result: not measured.
+Hardware: eight devices of 80 GiB, by plan: it has not run there. Duration: not
+measured. Expected: not measured.
 """
 
 import dataclasses

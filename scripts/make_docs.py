@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scripts import make_docs_picture
+from scripts import make_docs_picture, make_docs_recipes
 
 ROOT = pathlib.Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
@@ -27,6 +27,7 @@ AGENTS = ROOT / "docs" / "guides" / "agents.md"
 REWARDS = ROOT / "docs" / "guides" / "rewards.md"
 PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS, REWARDS)
 PICTURE = ROOT / "docs" / "packages.svg"
+RECIPES = ROOT / "docs" / "recipes.md"
 RESULTS = ROOT / "benchmarks" / "results"
 _SIMULATED = ("rollart_", "rollout_pipe")
 """Results that no machine changes."""
@@ -901,7 +902,8 @@ def with_tables(page: str) -> str:
 def outdated() -> dict[pathlib.Path, str]:
   """Returns the text of each file that differs from its sources."""
   texts = {page: with_tables(page.read_text("utf-8")) for page in PAGES} | {
-    PICTURE: make_docs_picture.draw()
+    PICTURE: make_docs_picture.draw(),
+    RECIPES: make_docs_recipes.page(),
   }
   return {
     path: text

@@ -215,6 +215,32 @@ def test_a_run_on_the_tiny_model_talks_in_its_template(name, tmp_path):
   assert ("<tools>" in shown) == (name != "sums")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "lines"),
+  [
+    ("frozen_lake_moe", "metrics.jsonl"),
+    ("guess_number_sft", "warm_start.jsonl"),
+  ],
+)
+def test_a_recipe_takes_two_steps(name, lines, tmp_path):
+  changes = {
+    "model.num_layers": "1",
+    "engine.row_buckets": "32,",
+    "engine.chunk_buckets": "24,",
+    "evaluation.episodes": "4",
+    "warm_start.steps": "2",
+    "warm_start.episodes": "8",
+  }
+  if name == "frozen_lake_moe":
+    changes |= {"rounds": "2", "overlap.groups_per_round": "2"}
+    changes |= {"overlap.groups_per_microbatch": "2"}
+  config = f"configs/{name}.py"
+  result = commands.run(*commands.train(tmp_path, changes, config))
+  assert result.returncode == 0, result.stdout + result.stderr
+  assert len((tmp_path / lines).read_text().splitlines()) == 2
+
+
 def test_rows_of_ones_own_take_the_place_of_those_of_the_file(tmp_path):
   file = tmp_path / "chats.jsonl"
   said = [{"role": r, "content": "a"} for r in ("user", "assistant")]

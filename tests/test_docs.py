@@ -11,7 +11,7 @@ import pytest
 
 from launch.cli import flags
 from models.hf import config as hf_config
-from scripts import make_docs, make_docs_docstrings
+from scripts import make_docs, make_docs_docstrings, make_docs_recipes
 from tests.helpers import markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -123,6 +123,40 @@ def known_flags(module: str) -> set[str]:
 def test_tables_and_picture_are_up_to_date():
   stale = [str(p.relative_to(ROOT)) for p in make_docs.outdated()]
   assert not stale, "run python -m scripts.make_docs"
+
+
+@pytest.mark.parametrize(
+  "docstring",
+  [
+    "A run.",
+    "A run.\n\nHardware: x. Duration: y. Expected: z.",
+    "A run.\n\npython -m launch.train\n\nHardware: x. Expected: z.",
+  ],
+)
+def test_a_recipe_without_command_or_result_is_refused(docstring, tmp_path):
+  file = tmp_path / "run.py"
+  file.write_text(f'"""{docstring}"""')
+  with pytest.raises(ValueError, match=r"run\.py: its docstring needs"):
+    make_docs_recipes.read(file)
+
+
+def test_a_recipe_has_the_parts_of_its_docstring(tmp_path):
+  file = tmp_path / "run.py"
+  file.write_text(
+    '"""A run.\n\npython -m launch.train --config=x\n\nWhy.\n\n'
+    'Hardware: two\ncores. Duration: 5.5 minutes. Expected:\na lot.\n"""'
+  )
+  assert make_docs_recipes.read(file) == make_docs_recipes.Recipe(
+    name="run",
+    title="A run",
+    commands="python -m launch.train --config=x",
+    text="Why.",
+    fields={
+      "Hardware": "two cores",
+      "Duration": "5.5 minutes",
+      "Expected": "a lot",
+    },
+  )
 
 
 def test_every_table_has_its_place():
