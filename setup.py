@@ -86,7 +86,7 @@ setuptools.setup(
   package_data={
     **{top: ["py.typed"] for top in TOPS},
     "configs": ["py.typed", "*.jsonl"],
-    "launch.report": ["*.html", "*.js"],
+    "launch.report": ["static/*"],
     "models.hf": ["tiny/*"],
   },
   cmdclass={"build_py": BuildWithMetrics},

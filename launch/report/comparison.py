@@ -93,7 +93,7 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
       ComparedRun(
         name=directory.name,
         settings=_settings(directory / "config.json"),
-        values=_values(rows, metric),
+        values=values_of(rows, metric),
         rounds=len(rows),
         note=note(directory),
       )
@@ -107,12 +107,13 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
 
 def values(directory: pathlib.Path, metric: str) -> dict[int, float]:
   """Returns the metric of a run by round, for rounds that have it."""
-  return _values(_rounds(directory), metric)
+  return values_of(_rounds(directory), metric)
 
 
-def _values(
+def values_of(
   rows: Mapping[int, Mapping[str, Any]], metric: str
 ) -> dict[int, float]:
+  """Returns the metric of rows by round, for rounds that have it."""
   return {
     number: float(row[metric])
     for number, row in rows.items()
@@ -139,20 +140,24 @@ def write_note(directory: pathlib.Path, text: str) -> None:
 
 def _settings(path: pathlib.Path) -> dict[str, str]:
   try:
-    return _flat(json.loads(path.read_text("utf-8")), "")
+    return flat(json.loads(path.read_text("utf-8")))
   except (OSError, ValueError, RecursionError):
     return {}
 
 
-def _flat(tree: Any, path: str) -> dict[str, str]:
-  """Returns the leaves of a tree of settings as text, by dotted name."""
+def flat(tree: Any, path: str = "") -> dict[str, str]:
+  """Returns the leaves of a tree of settings as text, by dotted name.
+
+  Args:
+    path: of the tree itself.
+  """
   if isinstance(tree, dict):
     found: dict[str, str] = {}
     for name, part in tree.items():
       if name == "class":  # Told by its last word, as on the command line.
         found[path] = str(part).rpartition(".")[2]
       else:
-        found |= _flat(part, f"{path}.{name}" if path else name)
+        found |= flat(part, f"{path}.{name}" if path else name)
     return found
   if isinstance(tree, list):
     return {path: ",".join(_text_of(part) for part in tree)}

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.cli import config_file
+from launch.report import bubbles, episode_census
 from models import untrusted_files
 from rl.audit import checker, event_log, tampering, token_ledger
 from rl.rollout import group_rollout
@@ -63,6 +64,8 @@ class Verdict:
     sources: by name.
     rounds: trained, in whole or in part.
     groups: some attempts, spread over the run; see `Ages`.
+    census: lengths and faults of all episodes.
+    phases: times at which members were played and groups taken.
     num_cut: lines left out because a crash has cut them.
   """
 
@@ -77,6 +80,8 @@ class Verdict:
   sources: Mapping[str, SourceCounts]
   rounds: int
   groups: Sequence[_Row]
+  census: episode_census.EpisodeCensus
+  phases: bubbles.Phases
   num_cut: int
 
   @property
@@ -351,6 +356,8 @@ class _Reader:
       Ages(),
       Mix(),
     )
+    self._census = episode_census.EpisodeCensus()
+    self._phases = bubbles.Phases()
     self._lags: collections.Counter[int] = collections.Counter()
     self._faults: collections.Counter[str] = collections.Counter()
     self._rounds = 0
@@ -361,6 +368,8 @@ class _Reader:
     self._ledgers.observe(event)
     self._ages.observe(event)
     self._mix.observe(event)
+    self._census.observe(event)
+    self._phases.observe(event)
     if event["kind"] == "trained":
       self._lags[event["version"] - event["first_version"]] += 1
       self._rounds = max(self._rounds, event["version"] + 1)
@@ -390,5 +399,7 @@ class _Reader:
       sources=dict(sorted(self._mix.sources.items())),
       rounds=self._rounds,
       groups=self._ages.rows,
+      census=self._census,
+      phases=self._phases,
       num_cut=log.num_cut,
     )

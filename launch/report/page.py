@@ -1,31 +1,35 @@
-"""Renders a run directory as one static page and one picture for a README.
+"""A run directory as data of its page, as one static page, and as a picture.
 
-The page is one file that needs no network. It also renders a run that still
-goes on or has crashed, and names the missing parts on top.
+  read -> RunData -> data -> JSON, for the page that `launch.view` serves
+                          +-> frozen.page: the same page as one file
+
+A run that still goes on or has crashed has a page too, which names the missing
+parts on top.
 """
 
 import dataclasses
-import html
 import json
 import pathlib
-import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.report import (
+  bubbles,
+  frozen,
   learning_curve,
   learning_section,
   log_check,
   metric_docs,
   run_files,
+  trajectory_index,
   warm_start_section,
 )
 from rl.runtime import segments, trace
 
-_HERE = pathlib.Path(__file__).parent
 _MAX_SPANS = 50_000
+_MAX_BUBBLES = 20_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,6 @@ class RunData:
     spans: of the whole run, or the middle of a long one.
     num_spans: of the whole run.
     verdict: on the event log; None without one.
-    trajectories: a sample, see `run_files.sample_trajectories`.
     gaps: a sample of comparisons, see `run_files.sample_gaps`.
     warm_start: one row a step, in order.
     notes: sentences about missing or unreadable parts, and failures.
@@ -51,7 +54,6 @@ class RunData:
   spans: Sequence[trace.Span]
   num_spans: int
   verdict: log_check.Verdict | None
-  trajectories: Sequence[Mapping[str, Any]]
   gaps: Sequence[Mapping[str, Any]]
   warm_start: run_files.Rows
   notes: Sequence[str]
@@ -106,11 +108,6 @@ def read(
     spans=spans,
     num_spans=num_spans,
     verdict=verdict,
-    trajectories=run_files.sample_trajectories(
-      # A run of no rounds has no trajectories to miss.
-      path / "trajectories",
-      [] if config.get("rounds") == 0 else notes,
-    ),
     gaps=run_files.sample_gaps(
       path / "logprob_gap.jsonl", rounds.keys(), notes
     ),
@@ -263,36 +260,86 @@ def _timeline(run: RunData) -> dict[str, Any]:
   }
 
 
-def page(run: RunData) -> str:
-  """Returns the report as one self-contained HTML page."""
+def _bubbles(run: RunData) -> dict[str, Any]:
+  """Returns the idle time of both meshes, and bubbles beside the timeline."""
+  if not run.spans or not run.verdict:
+    return {}
+  found, causes = {}, list(bubbles.CAUSES)
+  for mesh, time in bubbles.find(run.spans, run.verdict.phases).items():
+    # In a picture only the long ones can be seen.
+    longest = sorted(time.bubbles, key=lambda b: b[0] - b[1])[:_MAX_BUBBLES]
+    found[mesh] = {
+      "seconds": round(time.seconds, 3),
+      "busy_s": round(time.busy_s, 3),
+      "causes": {name: round(s, 3) for name, s in time.causes.items()},
+      "rows": [
+        [round(start, 4), round(end, 4), causes.index(cause)]
+        for start, end, cause in sorted(longest)
+      ],
+    }
+  return {"causes": bubbles.CAUSES, "meshes": found}
+
+
+def _ledger(verdict: log_check.Verdict | None) -> dict[str, Any] | None:
+  """Returns the fate of all sampled tokens; None without a log."""
+  if verdict is None or not verdict.ledger.sampled:
+    return None
+  ledger = verdict.ledger
+  return {
+    "sampled": ledger.sampled,
+    "trained": ledger.trained,
+    "masked": {why: n for why, n in ledger.causes.items() if n},
+    "dropped": {why: n for why, n in ledger.dropped.items() if n},
+    "in_flight": ledger.in_flight,
+  }
+
+
+def data(run: RunData) -> dict[str, Any]:
+  """Returns the data of the page of a run, but for its trajectories."""
   verdict, columns = run.verdict, _columns(run.metrics)
-  data = {
+  return {
+    "title": run.path.resolve().name,
     "notes": run.notes,
     "tiles": tiles(run),
     "config": run.config,
     "metrics": columns,
     "meanings": metric_docs.explain(list(columns)),
     "evaluations": run.evaluations,
+    "warm_start": warm_start_section.section(run.warm_start),
     "timeline": _timeline(run),
+    "bubbles": _bubbles(run),
     "lags": {
       "counts": sorted(verdict.lags.items()) if verdict else [],
       "bound": verdict.bound if verdict else None,
     },
+    "lengths": verdict.census.lengths() if verdict else [],
+    "ledger": _ledger(verdict),
+    "faults": verdict.census.faults if verdict else [],
     "groups": verdict.groups if verdict else [],
     "violations": verdict.violations if verdict else [],
-    "trajectories": run.trajectories,
     "gaps": run.gaps,
   }
-  text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-  parts = {
-    "title": html.escape(run.path.resolve().name),
-    "warm_start": warm_start_section.section(run.warm_start),
-    # JSON may hold "</script>" only inside strings, where "<" can be escaped.
-    "data": text.replace("<", "\\u003c"),
-  } | {path.name: path.read_text("utf-8") for path in _HERE.glob("*.js")}
-  template = (_HERE / "report.html").read_text("utf-8")
-  # One pass, so that text of the run that looks like a field stays.
-  return re.sub(r"{{([\w.]+)}}", lambda field: parts[field[1]], template)
+
+
+def page(run: RunData) -> str:
+  """Returns the report as one self-contained HTML page."""
+  notes, used = [*run.notes], run.verdict.census.used if run.verdict else {}
+  # A run of no rounds has no trajectories to miss.
+  told = [] if run.config.get("rounds") == 0 else notes
+  sample = trajectory_index.sample(run.path, told, used)
+  run = dataclasses.replace(run, notes=notes)
+  return frozen.page(
+    run.path.resolve().name,
+    {
+      "run": data(run),
+      "index": {
+        "columns": trajectory_index.COLUMNS,
+        "rows": [row for row, _ in sample],
+        "is_sample": True,
+      },
+      "details": [detail for _, detail in sample],
+    },
+  )
 
 
 def write(

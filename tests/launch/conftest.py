@@ -6,11 +6,11 @@ import html.parser
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 
 import pytest
 
+from tests.helpers import browser as browser_lib
 from tests.helpers import commands
 
 
@@ -74,34 +74,30 @@ class _Page(html.parser.HTMLParser):
     return next(attrs for tag, attrs in self.elements if tag == "body")
 
 
+@pytest.fixture(scope="session")
+def one_browser(tmp_path_factory):
+  with browser_lib.opened(tmp_path_factory.mktemp("browser")) as opened:
+    yield opened
+
+
 @pytest.fixture
-def browse(tmp_path):
+def browser(one_browser):
+  """A real browser whose window is that of a desk; scripts may not fail."""
+  one_browser.errors.clear()
+  one_browser.look()
+  yield one_browser
+  one_browser.leave()
+  assert not one_browser.errors
+
+
+@pytest.fixture
+def browse(browser):
   """Opens a page in a browser, runs a script at its end, returns the result."""
-  names = ("chromium", "chromium-browser", "google-chrome")
-  browser = next(filter(None, map(shutil.which, names)), None)
-  if browser is None:
-    pytest.skip(f"no browser on PATH: {', '.join(names)}")
 
   def run(page, script=""):
-    opened = page.with_name("opened.html")
-    opened.write_text(page.read_text() + f"<script>{script}</script>")
-    flags = (
-      "headless no-sandbox disable-gpu disable-quic no-first-run "
-      "disable-background-networking disable-component-update disable-sync "
-      f"user-data-dir={tmp_path}/browser virtual-time-budget=2000 "
-      "window-size=1280,2000 dump-dom"
-    )
-    command = [browser, *(f"--{flag}" for flag in flags.split())]
-    done = subprocess.run(
-      [*command, f"file://{opened}"],
-      capture_output=True,
-      text=True,
-      timeout=60,
-      check=True,
-    )
-    result = _Page(done.stdout)
-    assert "data-error" not in result.body, result.body["data-error"]
-    assert result.body["data-ready"] == "true"
-    return result
+    browser.open(f"file://{page}")
+    browser.do(f"(() => {{ {script} }})()")
+    browser.look()
+    return _Page(browser.do("document.documentElement.outerHTML"))
 
   return run

@@ -165,22 +165,27 @@ def test_the_page_draws_every_part_of_a_run(run_dir, browse):
   lines = [attrs for tag, attrs in page.elements if tag == "polyline"]
   assert [len(line["points"].split()) for line in lines] == [_ROUNDS, _ROUNDS]
   # 4 evaluations are dots, and so are 6 * 3 - 1 tokens that were compared;
-  # lags 0 and 1 are bars with round corners; 11 outcomes are tiles, and three
-  # that learning came to: success, entropy, skipped updates.
+  # 11 outcomes are tiles, and three that learning came to: success, entropy,
+  # skipped updates.
   dots = [attrs for tag, attrs in page.elements if tag == "circle"]
-  assert len([dot for dot in dots if dot.get("class") != "gap"]) == 4
+  assert len([dot for dot in dots if dot.get("class") == "dot"]) == 4
   assert len([dot for dot in dots if dot.get("class") == "gap"]) == 17
-  bars = [attrs for tag, attrs in page.elements if tag == "rect"]
-  assert len([bar for bar in bars if "rx" in bar]) == 2
   assert len(page.having("class", "tile")) == 14
+  # Lags 0 and 1, and one length: all episodes of the log have the same, of
+  # which one member in two is trained.
+  tips = [attrs.get("data-tip", "") for attrs in page.having("class", "bar")]
+  assert sum("versions late" in tip for tip in tips) == 2
+  assert sum("episodes of" in tip for tip in tips) == 2
   # Each of 240 groups has waited, played, queued and trained.
-  assert len([bar for bar in bars if "rx" not in bar]) == 240 * 4
+  assert len(page.having("class", "age")) == 240 * 4
   assert not page.having("class", "broken")
   (canvas,) = [attrs for tag, attrs in page.elements if tag == "canvas"]
   # Four rounds of 5 learner, 30 decode and 2 host spans are in view.
   assert 4 * 37 <= int(canvas["data-drawn"]) <= 5 * 37
-  # 6 rounds of 2 groups of 4, and the 4 members next to the chosen one.
-  assert len(page.having("class", "chip")) == 48
+  # Of 6 rounds of 2 groups of 4 some rows are drawn, and the 4 members of the
+  # group of the first one.
+  assert 15 < len(page.having("role", "option")) < 48
+  assert "48 of the 48 trajectories" in " ".join(page.text)
   assert len(page.having("class", "member")) == 4
   assert page.having("class", "token")
   assert not page.having("class", "notes")
@@ -193,14 +198,14 @@ def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
   page = browse(
     report_page.write(run_dir),
     """
-      document.querySelector("[data-all]").click();
+      [...document.querySelectorAll("#timeline button")].at(-1).click();
       const choose = (selector, value) => {
         const select = document.querySelector(selector);
         select.value = value;
         select.dispatchEvent(new Event("change"));
       };
       choose("#metric", "entropy");
-      choose("[data-filter=reward]", "none");
+      choose("[data-filter=status]", "env_fault");
       document.querySelectorAll(".member")[2].click();
       """,
   )
@@ -209,7 +214,7 @@ def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
   assert 5 * 37 < int(canvas["data-drawn"]) < 60 * 37
   assert page.having("aria-label", "entropy")
   # The fault is member 1 of group 0; its neighbour 2 was opened instead.
-  assert len(page.having("class", "chip")) == 1
+  assert len(page.having("role", "option")) == 1
   assert [a["data-key"] for a in page.having("aria-pressed", "true")] == [
     "0/0/2"
   ]

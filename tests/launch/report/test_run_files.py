@@ -1,33 +1,12 @@
 """Files of a run, read in any state, by hand."""
 
 import json
-import random
 
 from launch.report import run_files
 
 
 def _write_lines(path, rows):
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_a_sample_of_trajectories_is_whole_groups_spread_over_the_rounds(
-  tmp_path,
-):
-  # 100 rounds of 3 groups of 16 are too many. 40 rounds are read, and 400 / 16
-  # = 25 groups fit: one each of the first 25 rounds in spread order. With a
-  # step of 4 that order is through after 25: every fourth from the last.
-  noise = random.Random(0)
-  for i in range(100):
-    rows = [
-      dict(group_id=3 * i + k // 16, task_id="t", index=k % 16, turns=[])
-      for k in range(48)
-    ]
-    noise.shuffle(rows)
-    _write_lines(tmp_path / f"round_{i:06d}.jsonl", rows)
-  found = run_files.sample_trajectories(tmp_path, [])
-  assert len(found) == 400
-  assert sorted({row["round"] for row in found}) == list(range(3, 100, 4))
-  assert [row["index"] for row in found] == list(range(16)) * 25
 
 
 def test_of_many_spans_the_middle_is_read(tmp_path, monkeypatch):
@@ -91,16 +70,8 @@ def test_a_directory_in_the_place_of_a_file_is_noted(tmp_path):
   assert notes == [f"{tmp_path.name} is no file."]
 
 
-def test_trajectories_and_spans_of_another_form_are_left_out(tmp_path):
-  path = tmp_path / "round_000001.jsonl"
-  whole = dict(group_id=1, index=0, task_id="t", turns=[])
-  _write_lines(path, [whole, whole | {"turns": [3]}, {"group_id": 1}, None])
-  notes = []
-  assert len(run_files.sample_trajectories(tmp_path, notes)) == 1
-  assert notes == [
-    "round_000001.jsonl: unreadable lines left out: 2.",
-    "round_000001.jsonl: lines without a trajectory left out: 1.",
-  ]
+def test_spans_of_another_form_are_left_out(tmp_path):
+  path = tmp_path / "spans.jsonl"
   span = {"track": "a", "name": "b", "start": 0, "end": 1.5}
   _write_lines(path, [span | {"more": 1}, span | {"start": "0"}, None])
   spans, count = run_files.spans(path, [])

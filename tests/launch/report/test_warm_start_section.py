@@ -1,8 +1,11 @@
 """The warm start in a report, with lines missing, cut or skipped."""
 
+import itertools
 import json
-import re
 
+import pytest
+
+from launch.report import page as report_page
 from launch.report import warm_start_section
 
 
@@ -17,19 +20,11 @@ def row(step, loss, skipped=0.0):
   }
 
 
-def points(section):
-  """Returns the points of each line of the drawing."""
-  return [
-    [tuple(map(float, pair.split(","))) for pair in found.split()]
-    for found in re.findall(r'points="([^"]*)"', section)
-  ]
-
-
 def test_a_run_without_a_warm_start_shows_nothing(tmp_path):
   notes = []
   rows = warm_start_section.read(tmp_path, notes)
   assert (list(rows), notes) == ([], [])
-  assert warm_start_section.section(rows) == ""
+  assert warm_start_section.section(rows) is None
   assert warm_start_section.tiles(rows) == []
 
 
@@ -43,24 +38,35 @@ def test_steps_are_read_in_order_and_cut_lines_are_told_of(tmp_path):
   assert notes == ["warm_start.jsonl: unreadable lines left out: 1."]
 
 
-def test_the_curve_falls_with_the_loss():
-  rows = [row(step, 4.0 / step) for step in range(1, 5)]
-  raw, smooth = points(warm_start_section.section(rows))
+@pytest.mark.process
+def test_the_curve_falls_with_the_loss(tmp_path, browse):
+  lines = [json.dumps(row(step, 4.0 / step)) for step in range(1, 5)]
+  (tmp_path / "warm_start.jsonl").write_text("\n".join(lines))
+  page = browse(report_page.write(tmp_path))
+  raw, smooth = (
+    [tuple(map(float, pair.split(","))) for pair in line["points"].split()]
+    for tag, line in page.elements
+    if tag == "polyline"
+  )
   assert len(raw) == len(smooth) == 4
-  # From the left edge to the right; down is more on a screen, and the largest
-  # loss touches the top.
-  assert [x for x, _ in raw] == [52.0, 377.3, 702.7, 1028.0]
+  # From left to right, in equal steps; down is more on a screen, and the
+  # largest loss touches the top.
+  steps = [b[0] - a[0] for a, b in itertools.pairwise(raw)]
+  assert steps == pytest.approx([steps[0]] * 3, abs=0.2)
   assert raw[0][1] == 12.0
   assert [y for _, y in raw] == sorted(y for _, y in raw)
-  # Between 226 (no loss) and 12 (4 nats): 1 nat is a quarter of the way.
-  assert raw[3][1] == 226 - (226 - 12) / 4
+  # 4, 2, 4/3 and 1 nats: of the 3 between the ends the first step takes 2.
+  falls = [(y - raw[0][1]) / (raw[3][1] - raw[0][1]) for _, y in raw]
+  assert falls == pytest.approx([0, 2 / 3, 8 / 9, 1], abs=0.001)
 
 
 def test_skipped_steps_are_counted_and_not_drawn():
   rows = [row(1, 2.0), row(2, None, skipped=1.0), row(3, 1.0)]
   section = warm_start_section.section(rows)
-  assert "3 steps, 1 skipped as not finite, 300 tokens in 2 s." in section
-  assert [len(line) for line in points(section)] == [2, 2]
+  assert section is not None
+  told = "3 steps, 1 skipped as not finite, 300 tokens in 2 s."
+  assert section["caption"].endswith(told)
+  assert section["points"] == [[1, 2.0], [3, 1.0]]
   assert warm_start_section.tiles(rows) == [
     (
       "Warm start",
@@ -72,10 +78,7 @@ def test_skipped_steps_are_counted_and_not_drawn():
 
 def test_a_warm_start_that_was_never_finite_has_no_curve():
   rows = [row(1, None, skipped=1.0)]
-  assert "<svg" not in warm_start_section.section(rows)
+  section = warm_start_section.section(rows)
+  assert section is not None
+  assert section["points"] == []
   assert warm_start_section.tiles(rows)[0][1] == "–"
-
-
-def test_a_single_step_is_drawn():
-  (raw, _) = points(warm_start_section.section([row(1, 0.0)]))
-  assert raw == [(52.0, 226.0)]

@@ -1,5 +1,6 @@
 // Draws the seconds that groups waited, played and queued, a bar each.
-"use strict";
+
+import { caption, el, format, scale, section, ticks } from "./dom.js";
 
 const PHASES = [
   ["wait", "waited for an engine", "rule"],
@@ -17,7 +18,8 @@ function groupBar(svg, row, top, height, x) {
   PHASES.forEach(([, , shade], i) => {
     if (ages[i] <= 0) return;
     svg.append(el("rect", {
-      x: x(age), width: Math.max(x(age + ages[i]) - x(age), 0.5), y: top,
+      class: "age", x: x(age), y: top,
+      width: Math.max(x(age + ages[i]) - x(age), 0.5),
       height, fill: `var(--${outcome === "trained" ? shade : "bad"})`,
       "data-tip": `${title}\n${told.join(", ")}`,
     }));
@@ -25,10 +27,15 @@ function groupBar(svg, row, top, height, x) {
   });
 }
 
-function drawGroups() {
-  const rows = data.groups;
-  if (!rows.length) return empty("#groups", "No settled group recorded.");
-  const width = Math.max(280, $("#groups figure").clientWidth);
+export function groupsSection() {
+  const { node, figure } = section("groups", "Ages of groups");
+  return { node, draw: (data) => drawGroups(figure, data.groups) };
+}
+
+function drawGroups(figure, rows) {
+  if (!rows.length)
+    return figure.replaceChildren(caption("No settled group recorded."));
+  const width = Math.max(280, figure.clientWidth);
   const step = Math.max(3, Math.min(14, 480 / rows.length));
   const height = step * rows.length + 34;
   const longest = Math.max(...rows.map((row) =>
@@ -44,7 +51,7 @@ function drawGroups() {
         `${tick} s`));
   rows.forEach((row, i) =>
     groupBar(svg, row, i * step, step > 5 ? step - 2 : step - 0.5, x));
-  $("#groups figure").replaceChildren(svg, el("figcaption", {},
+  figure.replaceChildren(svg, caption(
     "From submission on, in the order of the run: waited for a first token, " +
     "played, queued, trained. Red: dropped."));
 }

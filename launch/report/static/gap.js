@@ -1,15 +1,13 @@
 // Draws the log-probabilities of engine and learner, one over the other.
-"use strict";
+
+import {
+  caption, choice, el, format, options, scale, section, ticks,
+} from "./dom.js";
 
 const LAG_COLOURS = ["learner", "decode", "host"];
 
 function lagColour(lag) {
   return `var(--${LAG_COLOURS[Math.min(lag, LAG_COLOURS.length - 1)]})`;
-}
-
-function chosenGaps() {
-  const round = $("#gap-round").value;
-  return data.gaps.filter((gap) => round === "all" || `${gap.round}` === round);
 }
 
 function gapPoints(gaps) {
@@ -67,26 +65,37 @@ function gapLegend(points) {
   const last = LAG_COLOURS.length - 1;
   const lags = [...new Set(points.map((p) => Math.min(p.lag, last)))].sort();
   return lags.flatMap((lag) => [
-    el("b", { style: `color:${lagColour(lag)}` }, "● "),
+    el("b", { vars: { color: lagColour(lag) } }, "● "),
     `lag ${lag}${lag === last ? " or more" : ""} `]);
 }
 
-function drawGap() {
-  if (!data.gaps.length) return empty("#gap", "No comparison recorded.");
-  const gaps = chosenGaps(), all = gapPoints(gaps);
+export function gapSection() {
+  let latest = null;
+  const [round, label] = choice("Round",
+    { id: "gap-round", onchange: () => draw(latest) });
+  const { node, figure } = section("gap",
+    "Log-probabilities of engine and learner", label);
+
+  function draw(data) {
+    latest = data;
+    options(round, ["all", ...data.gaps.map((gap) => `${gap.round}`)]);
+    drawGap(figure, data.gaps.filter((gap) =>
+      round.value === "all" || `${gap.round}` === round.value));
+  }
+  return { node, draw };
+}
+
+function drawGap(figure, gaps) {
+  if (!gaps.length)
+    return figure.replaceChildren(caption("No comparison recorded."));
+  const all = gapPoints(gaps);
   const points = all.filter((p) => p.engine != null && p.learner != null);
   const lost = all.length - points.length;
   const compared = gaps.reduce((sum, gap) => sum + gap.tokens, 0);
-  const caption = `${format(points.length)} of ${format(compared)} tokens ` +
+  const text = `${format(points.length)} of ${format(compared)} tokens ` +
     "compared, each under the weights that sampled it. Gaps are in nats; on " +
     "the dashed line there is none. " +
     (lost ? `Not drawn, for lack of a finite number: ${format(lost)}. ` : "");
-  $("#gap figure").replaceChildren(gapPlot(points), el("div", {},
-    gapTable(gaps), el("figcaption", {}, caption, ...gapLegend(points))));
-}
-
-function startGap() {
-  const rounds = data.gaps.map((gap) => `${gap.round}`);
-  options($("#gap-round"), ["all", ...rounds]);
-  $("#gap-round").addEventListener("change", drawGap);
+  figure.replaceChildren(gapPlot(points), el("div", {},
+    gapTable(gaps), caption(text, ...gapLegend(points))));
 }

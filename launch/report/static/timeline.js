@@ -1,14 +1,38 @@
-// The timeline of a report: a canvas that draws only its visible part.
-"use strict";
+// The timeline of a run: a canvas that draws only its visible part.
+
+import { CAUSE_COLOURS } from "./bubbles.js";
+import {
+  caption, colour, el, format, scale, section, showTip, ticks,
+} from "./dom.js";
 
 const LABELS = 64;
 const RULER = 34;
-const timeline = { lanes: [], extent: [0, 1], view: [0, 1], drag: null };
+const timeline = { lanes: [], extent: [0, 1], view: null, drag: null };
+
+const BUTTONS = [
+  ["Zoom in", null, () => zoom(0.5)], ["Zoom out", null, () => zoom(2)],
+  ["←", "Earlier", () => move(-0.5)], ["→", "Later", () => move(0.5)],
+  ["Whole run", null, () => look(timeline.extent)],
+];
+
+export function timelineSection() {
+  const { node, figure } = section("timeline", "Timeline of both meshes",
+    ...BUTTONS.map(([text, label, onclick]) =>
+      el("button", { "aria-label": label, onclick }, text)));
+  timeline.figure = figure;
+  timeline.view = null;
+  return { node, draw(data) {
+    if (timeline.data !== data) startTimeline(data);
+    drawTimeline();
+  } };
+}
 
 // Lanes hold spans in order and without overlap, so both ends are sorted.
-function startTimeline() {
+function startTimeline(data) {
+  timeline.data = data;
   const { rows, tracks, names, total, window: view } = data.timeline;
-  if (!rows.length) return empty("#timeline", "No span recorded.");
+  if (!rows.length)
+    return timeline.figure.replaceChildren(caption("No span recorded."));
   const lanes = new Map();
   for (const [track, lane, start, end, name, args] of rows) {
     const key = track * 1e6 + lane;
@@ -19,34 +43,45 @@ function startTimeline() {
     .map((key) => lanes.get(key));
   let top = 8;
   for (const row of timeline.lanes) {
-    if (row.lane === 0) top += 10;
+    if (row.lane === 0) {
+      top += 10;
+      row.bubbles = bubblesOf(data, tracks[row.track]);
+    }
     Object.assign(row, { top, height: row.lane === 0 ? 26 : 14 });
     top += row.height + 2;
   }
   timeline.height = top + RULER;
-  timeline.extent = [rows[0][2], Math.max(...rows.map((row) => row[3]))];
+  const end = rows.reduce((last, row) => Math.max(last, row[3]), 0);
+  timeline.extent = [rows[0][2], end];
   timeline.publish = names.indexOf("publish");
   timeline.shades = names.map((_, i) => [1, 0.62, 0.8, 0.48][i % 4]);
+  if (!timeline.figure.querySelector("canvas")) addCanvas(rows.length, total);
+  look(timeline.view ?? view);
+}
+
+function bubblesOf({ bubbles }, track) {
+  const causes = Object.keys(bubbles.causes ?? {});
+  return (bubbles.meshes?.[track]?.rows ?? []).map(([start, end, cause]) =>
+    ({ start, end, cause: causes[cause] }));
+}
+
+function addCanvas(shown, total) {
   const canvas = el("canvas", {
     tabindex: 0, role: "img",
-    "aria-label": `Timeline of ${tracks.join(", ")}`,
+    "aria-label": `Timeline of ${timeline.data.timeline.tracks.join(", ")}`,
     onpointerdown: startDrag, onpointermove: moveDrag, onpointerup: endDrag,
     onpointerleave: (event) => showTip(event, ""),
-    onwheel: wheel, onkeydown: press, ondblclick: () => look(timeline.extent),
+    onkeydown: press, ondblclick: () => look(timeline.extent),
   });
-  const part = rows.length < total
-    ? ` The page holds ${format(rows.length)} of ${format(total)} spans, ` +
+  // A listener that may keep the page from scrolling has to say so.
+  canvas.addEventListener("wheel", wheel, { passive: false });
+  const part = shown < total
+    ? ` The page holds ${format(shown)} of ${format(total)} spans, ` +
       "from the middle of the run." : "";
-  $("#timeline figure").append(canvas, el("figcaption", {},
+  timeline.figure.replaceChildren(canvas, caption(
     "Drag over a stretch to look closer; arrow keys move, + and − zoom, and " +
-    "so does the wheel with Ctrl. Vertical lines: weights published." + part));
-  for (const button of document.querySelectorAll("#timeline button"))
-    button.addEventListener("click", () => {
-      if (button.dataset.zoom) zoom(Number(button.dataset.zoom));
-      else if (button.dataset.move) move(Number(button.dataset.move));
-      else look(timeline.extent);
-    });
-  look(view);
+    "so does the wheel with Ctrl. Vertical lines: weights published. Thin " +
+    "and low: idle, in the colour of its cause below." + part));
 }
 
 function look([start, end]) {
@@ -79,8 +114,8 @@ function firstEndingAfter(spans, time) {
 }
 
 function drawTimeline() {
-  const canvas = $("#timeline canvas");
-  if (!canvas) return;
+  const canvas = timeline.figure.querySelector("canvas");
+  if (!canvas?.isConnected) return;
   const width = canvas.clientWidth, height = timeline.height;
   canvas.width = width * devicePixelRatio;
   canvas.height = height * devicePixelRatio;
@@ -119,8 +154,24 @@ function drawRuler(pen, width, height) {
   pen.fillRect(left, height - 5, Math.max(right - left, 3), 4);
 }
 
-function drawLane(pen, { track, lane, top, height, spans }, width) {
-  const name = data.timeline.tracks[track];
+function drawBubbles(pen, bubbles, top, height, width) {
+  const low = 7;
+  const first = firstEndingAfter(bubbles, timeline.view[0]);
+  for (let i = first; i < bubbles.length; i++) {
+    const { start, end, cause } = bubbles[i];
+    if (start > timeline.view[1]) break;
+    const left = Math.max(timeline.x(start), LABELS);
+    const right = Math.min(timeline.x(end), width);
+    if (right - left < 0.5) continue;
+    pen.fillStyle = colour(CAUSE_COLOURS[cause].slice(6, -1));
+    pen.fillRect(left, top + height - low, right - left, low);
+  }
+}
+
+function drawLane(pen, { track, lane, top, height, spans, bubbles = [] },
+  width) {
+  const { tracks, names } = timeline.data.timeline;
+  const name = tracks[track];
   const known = ["learner", "decode"].includes(name) ? name : "host";
   pen.textAlign = "left";
   pen.globalAlpha = 1;
@@ -128,6 +179,7 @@ function drawLane(pen, { track, lane, top, height, spans }, width) {
   if (lane === 0) pen.fillText(name, 0, top + 17);
   pen.fillStyle = colour("well");
   pen.fillRect(LABELS, top, width - LABELS, height);
+  drawBubbles(pen, bubbles, top, height, width);
   const fill = colour(known), paper = colour("card");
   let covered = LABELS, drawn = 0;
   const first = firstEndingAfter(spans, timeline.view[0]);
@@ -143,7 +195,7 @@ function drawLane(pen, { track, lane, top, height, spans }, width) {
     pen.globalAlpha = timeline.shades[what];
     pen.fillStyle = fill;
     pen.fillRect(left, top, right - left - (right - left > 4 ? 1 : 0), height);
-    const text = data.timeline.names[what];
+    const text = names[what];
     if (right - left < 34 || right - left < pen.measureText(text).width + 12)
       continue;
     pen.globalAlpha = 1;
@@ -179,12 +231,18 @@ function moveDrag(event) {
   const row = timeline.lanes.find(({ top, height }) =>
     event.offsetY >= top && event.offsetY < top + height);
   const time = timeline.time(event.offsetX);
-  const span = row?.spans[firstEndingAfter(row.spans, time)];
-  if (!span || span.start > time || event.offsetX < LABELS)
-    return showTip(event, "");
+  const at = (spans) => {
+    const one = spans[firstEndingAfter(spans, time)];
+    return one && one.start <= time && event.offsetX >= LABELS ? one : null;
+  };
+  const span = row && at(row.spans), bubble = row && at(row.bubbles ?? []);
+  if (!span)
+    return showTip(event, bubble && `idle ` +
+      `${format(1000 * (bubble.end - bubble.start))} ms: ${bubble.cause}\n` +
+      timeline.data.bubbles.causes[bubble.cause]);
   const args = Object.entries(span.args ?? {}).map((arg) => arg.join(" "));
   const duration = `${format(1000 * (span.end - span.start))} ms`;
-  showTip(event, [`${data.timeline.names[span.name]}, ${duration}`,
+  showTip(event, [`${timeline.data.timeline.names[span.name]}, ${duration}`,
     `at ${span.start} s`, ...args].join("\n"));
 }
 

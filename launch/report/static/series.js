@@ -1,0 +1,56 @@
+// Curves of many runs: their place on an axis, and bands over seeds.
+
+import { smooth } from "./chart.js";
+import { range } from "./dom.js";
+
+export const AXES = {
+  rounds: "rounds", tokens: "sampled tokens", time: "seconds",
+};
+const GRID = 160;
+
+// The values of a run over an axis, without the rounds that have none.
+export function pointsOf(run, axis) {
+  return run[axis].map((at, i) => [at, run.values[i]])
+    .filter(([at, value]) => at != null && value != null);
+}
+
+export function smoothed(points) {
+  const means = smooth(points.map(([, value]) => value));
+  return points.map(([at], i) => [at, means[i]]);
+}
+
+// The value of a curve at a place between its ends; null beyond them.
+export function valueAt(points, at) {
+  if (!points.length || at < points[0][0] || at > points.at(-1)[0]) return null;
+  let low = 0, high = points.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] <= at) low = middle;
+    else high = middle;
+  }
+  const [a, from] = points[low], [b, to] = points[high];
+  return b === a ? to : from + ((at - a) / (b - a)) * (to - from);
+}
+
+// The mean of some curves, and the least and the most of them, place by place.
+export function overSeeds(curves) {
+  const own = curves.filter((points) => points.length);
+  if (own.length < 2) return { points: own[0] ?? [], band: [] };
+  const ends = range(own.flatMap((points) =>
+    [points[0][0], points.at(-1)[0]]));
+  const places = [...new Set(own.flatMap((points) =>
+    points.map(([at]) => at)))].sort((a, b) => a - b);
+  // Tokens and seconds of two runs hardly ever agree.
+  const stops = places.length <= GRID ? places
+    : Array.from({ length: GRID }, (_, i) =>
+      ends[0] + (i / (GRID - 1)) * (ends[1] - ends[0]));
+  const points = [], band = [];
+  for (const at of stops) {
+    const values = own.map((curve) => valueAt(curve, at))
+      .filter((value) => value != null);
+    if (!values.length) continue;
+    points.push([at, values.reduce((sum, v) => sum + v, 0) / values.length]);
+    band.push([at, ...range(values)]);
+  }
+  return { points, band };
+}
