@@ -49,6 +49,7 @@ FLOORS = {
     ["launch.cli", "launch.http"],
     ["launch.gateway", "launch.report"],
     ["launch.run"],
+    ["launch.view"],
     ["launch"],
   ],
 }

@@ -25,6 +25,8 @@ SMALL = [
   "--config.warm_start=none",
   "--config.evaluation.episodes=8",
 ]
+# The servers, and the words before their address.
+SERVERS = {"launch.serve": "is served at", "launch.view": "are shown at"}
 SMALL_CLUSTER = [
   "--config.rounds=7",
   "--config.warmup=1",
@@ -44,6 +46,7 @@ def test_every_command_of_the_readme_is_one_that_is_run():
     "launch.train",
     "launch.evaluate",
     "launch.report",
+    "launch.view",
     "launch.try_environment",
     "launch.serve",
     "launch.simulate",
@@ -64,8 +67,8 @@ def test_the_commands_of_the_readme_work(tmp_path):
       "launch.simulate": SMALL_CLUSTER,
     }.get(command[2], [])
     arguments = [a.replace("runs/mine", str(tmp_path / "run")) for a in command]
-    if command[2] == "launch.serve":
-      _serves(arguments[1:], tmp_path)
+    if command[2] in SERVERS:
+      _serves(arguments[1:], tmp_path, SERVERS[command[2]])
       continue
     result = commands.launch(*arguments[2:], *small)
     assert result.returncode == 0, (command, result.stderr)
@@ -80,9 +83,10 @@ def test_the_configs_that_the_readme_quotes_train(config, tmp_path):
   assert (tmp_path / "report.html").exists()
 
 
-def _serves(arguments, tmp_path):
+def _serves(arguments, tmp_path, told):
   """Checks that the command serves, and ends when it is asked to."""
   kept = [a.replace("=sessions", f"={tmp_path}/sessions") for a in arguments]
+  kept = [str(tmp_path) if a == "runs" else a for a in kept]
   with subprocess.Popen(
     [sys.executable, *kept, "--port=0"],
     cwd=ROOT,
@@ -97,7 +101,7 @@ def _serves(arguments, tmp_path):
     server.terminate()
     assert server.wait(60) == 0
     killer.cancel()
-  assert "is served at http://127.0.0.1:" in line
+  assert f"{told} http://127.0.0.1:" in line
 
 
 @pytest.mark.parametrize(

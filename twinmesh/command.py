@@ -17,6 +17,7 @@ COMMANDS = {
   "try": ("launch.try_environment", "tries an environment without a model"),
   "train": ("launch.train", "trains an agent"),
   "status": ("launch.status", "tells what a run is doing"),
+  "view": ("launch.view", "shows all runs of a directory, live"),
   "report": ("launch.report", "renders a run as a page, or checks its log"),
   "evaluate": ("launch.evaluate", "plays held-out tasks"),
   "sweep": ("launch.sweep", "trains every variation of a config"),

@@ -1,0 +1,1 @@
+"""One page over all runs of a directory, live while they train."""

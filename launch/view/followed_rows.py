@@ -1,0 +1,75 @@
+"""The rows of a growing JSON lines file: each look reads only what is new."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+_MAX_LINE_BYTES = 8 << 20
+_BLOCK = 1 << 20
+
+
+class FollowedRows:
+  """Rows of a file by number; call `look` for those of now.
+
+  A file that was replaced, as a resumed run does, or cut is read anew. The
+  newest line of a number counts. A line without its end is left for later, and
+  one that is no row is left out.
+
+  Args:
+    key: field of the number of a row.
+
+  Attributes:
+    changes: grows with every look that found something new.
+  """
+
+  def __init__(self, path: pathlib.Path, key: str = "round"):
+    self.changes = 0
+    self._path = path
+    self._key = key
+    self._rows: dict[int, dict[str, Any]] = {}
+    self._inode: int | None = None
+    self._offset = 0
+
+  def look(self) -> dict[int, dict[str, Any]]:
+    """Returns the rows by their numbers; the caller leaves them as they are."""
+    try:
+      with self._path.open("rb") as file:
+        self._read(file)
+    except OSError:
+      self._forget(None)
+    return self._rows
+
+  def _read(self, file: Any) -> None:
+    found = os.fstat(file.fileno())
+    if found.st_ino != self._inode or found.st_size < self._offset:
+      self._forget(found.st_ino)
+    if found.st_size == self._offset:
+      return
+    file.seek(self._offset)
+    rest = b""
+    while block := file.read(_BLOCK):
+      *lines, rest = (rest + block).split(b"\n")
+      for line in lines:
+        self._offset += len(line) + 1
+        self._add(line)
+      if len(rest) > _MAX_LINE_BYTES:
+        # Its rest will be a line that is no row.
+        self._offset += len(rest)
+        rest = b""
+
+  def _add(self, line: bytes) -> None:
+    try:
+      row = json.loads(line, parse_constant=lambda _: None)
+      number = row[self._key]
+    except (ValueError, TypeError, LookupError, RecursionError):
+      return
+    if isinstance(number, int) and isinstance(row, dict):
+      self._rows[number] = row
+      self.changes += 1
+
+  def _forget(self, inode: int | None) -> None:
+    if self._rows:
+      self._rows = {}
+      self.changes += 1
+    self._inode, self._offset = inode, 0

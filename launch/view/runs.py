@@ -1,0 +1,277 @@
+"""All runs below a directory: found, read as they grow, and told as JSON.
+
+RunsDirectory.look -> ViewedRun (one for each config.json) -> overview, curves
+"""
+
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from launch.cli import config_file
+from launch.report import comparison, metric_docs
+from launch.run import status_server
+from launch.view import followed_rows
+from models import untrusted_files
+
+MAX_RUNS = 1000
+"""Runs that a page lists: those that come first by name."""
+
+_MAX_DEPTH = 4
+_MAX_POINTS = 2000
+_MAX_TEXT = 200
+_CONFIG = "config.json"
+_LESS = "↑"
+_FIRST = ("success", "reward_mean")
+
+
+class ViewedRun:
+  """One run, read again when its files have changed.
+
+  Attributes:
+    name: its path below the directory; that of the directory itself if it is
+      one run.
+  """
+
+  def __init__(self, name: str, path: pathlib.Path):
+    self.name = name
+    self.path = path
+    self.metrics = followed_rows.FollowedRows(path / "metrics.jsonl")
+    self._settings: dict[str, str] = {}
+    self._rounds: int | None = None
+    self._seen: tuple[int, int] | None = None
+
+  def settings(self) -> dict[str, str]:
+    """Returns the leaves of its config.json as text, by dotted name."""
+    self._read_config()
+    return self._settings
+
+  @property
+  def rounds(self) -> int | None:
+    """Rounds that it is to have; None where the settings do not say."""
+    return self._rounds
+
+  def _read_config(self) -> None:
+    file = self.path / _CONFIG
+    seen = stamp(file)
+    if seen == self._seen:
+      return
+    self._seen = seen
+    try:
+      config = untrusted_files.read_object(file, config_file.MAX_BYTES)
+    except untrusted_files.BadFile:
+      config = {}
+    self._settings = comparison.flat(config)
+    rounds = config.get("rounds")
+    self._rounds = rounds if isinstance(rounds, int) else None
+
+  def state(self, newest: int) -> str:
+    """Returns "running", "ended" or "stopped".
+
+    Args:
+      newest: round that it has trained.
+    """
+    if is_alive(self.path):
+      return "running"
+    is_over = self._rounds is not None and newest >= self._rounds
+    return "ended" if is_over else "stopped"
+
+
+def stamp(path: pathlib.Path) -> tuple[int, int] | None:
+  """Returns what changes with the content of a file; None without one."""
+  try:
+    found = path.stat()
+  except OSError:
+    return None
+  return found.st_mtime_ns, found.st_size
+
+
+def is_alive(run_dir: pathlib.Path) -> bool:
+  """Returns whether a process of this host works on a run.
+
+  Its file is only read: nothing is sent to an address that a directory of
+  somebody else names.
+  """
+  try:
+    text = untrusted_files.read_text(run_dir / status_server.FILE, 4096)
+    where = json.loads(text)
+    if where["host"] != socket.gethostname():
+      return False
+    pid = int(where["pid"])
+    if pid <= 0:  # A group of processes.
+      return False
+    os.kill(pid, 0)
+  except PermissionError:
+    return True
+  except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
+    return False
+  return True
+
+
+class RunsDirectory:
+  """The runs below a directory; `look` finds those of now.
+
+  Any thread may look; one at a time calls the other methods.
+  """
+
+  def __init__(self, root: pathlib.Path):
+    self.root = root
+    self._runs: dict[str, ViewedRun] = {}
+    self._docs = metric_docs.entries()
+
+  def look(self) -> Mapping[str, ViewedRun]:
+    """Returns the runs of now by their names, in order."""
+    found = dict(sorted(_directories(self.root))[:MAX_RUNS])
+    self._runs = {
+      name: self._runs.get(name) or ViewedRun(name, path)
+      for name, path in found.items()
+    }
+    return self._runs
+
+  def overview(self) -> dict[str, Any]:
+    """Returns the data of the table of runs."""
+    runs = self.look()
+    compared = [self._compared(run, "") for run in runs.values()]
+    names = comparison.differing(compared)
+    groups = {
+      run.name: group
+      for group, members in comparison.groups(compared).items()
+      for run in members
+    }
+    rows, metrics = [], dict.fromkeys(_FIRST)
+    for run, seen in zip(runs.values(), compared, strict=True):
+      newest = max(run.metrics.look(), default=0)
+      metrics |= dict.fromkeys(_numeric(run.metrics.look()))
+      rows.append(
+        {
+          "name": run.name,
+          "state": run.state(newest),
+          "round": newest,
+          "rounds": run.rounds,
+          "group": groups[run.name],
+          "settings": {
+            key: seen.settings[key][:_MAX_TEXT]
+            for key in names
+            if key in seen.settings
+          },
+          "note": seen.note,
+        }
+      )
+    return {
+      "title": self.root.resolve().name,
+      "runs": rows,
+      "differing": names,
+      "metrics": list(metrics),
+    }
+
+  def curves(self, metric: str) -> dict[str, Any]:
+    """Returns a metric of every run, over rounds, tokens and seconds."""
+    entry = next((row for row in self._docs if row.matches(metric)), None)
+    less = entry is not None and entry.worse == _LESS
+    runs = {}
+    for name, run in self.look().items():
+      compared = self._compared(run, metric)
+      axes = places(run.metrics.look())
+      values = [compared.values.get(number) for number in axes["rounds"]]
+      runs[name] = {
+        key: _thinned(column)
+        for key, column in {**axes, "values": values}.items()
+      } | {"last": compared.last, "best": compared.best(less)}
+    return {"runs": runs, "meaning": "" if entry is None else str(entry)}
+
+  def metrics_of(self, name: str) -> dict[str, Any]:
+    """Returns all metrics of a run; KeyError if there is no such run."""
+    rows = self.look()[name].metrics.look()
+    axes, keys = places(rows), _numeric(rows)
+    columns = {
+      key: _thinned(
+        [_number(rows[number].get(key)) for number in axes["rounds"]]
+      )
+      for key in keys
+      if key != "round"
+    }
+    return {
+      **{key: _thinned(column) for key, column in axes.items()},
+      "metrics": columns,
+      "meanings": metric_docs.explain(list(columns)),
+    }
+
+  def _compared(self, run: ViewedRun, metric: str) -> comparison.ComparedRun:
+    rows = run.metrics.look()
+    return comparison.ComparedRun(
+      name=run.name,
+      settings=run.settings(),
+      values=comparison.values_of(rows, metric),
+      rounds=len(rows),
+      note=comparison.note(run.path),
+    )
+
+
+def _directories(root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
+  """Yields name and path of each run; links are not followed."""
+  if (root / _CONFIG).is_file():
+    yield root.resolve().name, root
+    return
+  level = [root]
+  for _ in range(_MAX_DEPTH):
+    level, above = [], level
+    for directory in above:
+      for path in _subdirectories(directory):
+        if (path / _CONFIG).is_file():
+          yield path.relative_to(root).as_posix(), path
+        else:
+          level.append(path)
+
+
+def _subdirectories(directory: pathlib.Path) -> list[pathlib.Path]:
+  try:
+    with os.scandir(directory) as entries:
+      return [
+        pathlib.Path(entry.path)
+        for entry in entries
+        if entry.is_dir(follow_symlinks=False)
+        and not entry.name.startswith(".")
+      ]
+  except OSError:
+    return []
+
+
+def places(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Any]]:
+  """Returns the places of all rounds on the axes of a curve.
+
+  Those are "rounds", "tokens" that were sampled until then, and the "time" in
+  seconds, without the pauses between two processes of one run.
+  """
+  numbers = sorted(rows)
+  tokens, total = [], 0.0
+  for number in numbers:
+    total += _number(rows[number].get("sampled_tokens")) or 0.0
+    tokens.append(total)
+  return {
+    "rounds": numbers,
+    "tokens": tokens,
+    "time": [_number(rows[number].get("time_s")) for number in numbers],
+  }
+
+
+def _number(value: Any) -> float | None:
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return float(f"{value:.6g}") if is_number else None
+
+
+def _numeric(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
+  """Returns the names of the metrics of the first and the last round."""
+  names: dict[str, None] = {}
+  for number in dict.fromkeys([min(rows, default=0), max(rows, default=0)]):
+    row = rows.get(number, {})
+    names |= {key: None for key, x in row.items() if not isinstance(x, str)}
+  return list(names)
+
+
+def _thinned(column: Sequence[Any]) -> list[Any]:
+  """Returns every k-th value and the last, so that they fit a curve."""
+  every = -(-len(column) // _MAX_POINTS) or 1
+  # From the end, so that the newest is one of them.
+  return list(column[::-every])[::-1]

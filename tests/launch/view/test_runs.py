@@ -1,0 +1,164 @@
+"""Runs below a directory: found, compared, and told as they grow."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from launch.run import status_server
+from launch.view import runs
+from tests.helpers import viewed_runs
+
+
+def overview(root):
+  return runs.RunsDirectory(root).overview()
+
+
+def test_runs_are_found_at_any_depth_and_named_by_their_path(tmp_path):
+  viewed_runs.run(tmp_path / "one")
+  viewed_runs.run(tmp_path / "sweep" / "run_000")
+  viewed_runs.run(tmp_path / ".hidden")
+  (tmp_path / "empty").mkdir()
+  # A copy of settings inside of a run is no run.
+  viewed_runs.run(tmp_path / "one" / "copy")
+  (tmp_path / "link").symlink_to(tmp_path / "one")
+  found = overview(tmp_path)
+  assert [run["name"] for run in found["runs"]] == ["one", "sweep/run_000"]
+  assert found["title"] == tmp_path.name
+
+
+def test_a_directory_that_is_a_run_has_one(tmp_path):
+  viewed_runs.run(tmp_path / "one")
+  (run,) = overview(tmp_path / "one")["runs"]
+  assert (run["name"], run["round"], run["rounds"]) == ("one", 4, 4)
+
+
+def test_settings_that_differ_are_named_and_seeds_make_no_group(tmp_path):
+  for number, (rate, seed) in enumerate([(1, 0), (1, 1), (2, 0)]):
+    viewed_runs.run(
+      tmp_path / f"run_{number}", optimizer={"rate": rate}, seed=seed
+    )
+  found = overview(tmp_path)
+  assert found["differing"] == ["seed", "optimizer.rate"]
+  assert [run["group"] for run in found["runs"]] == [
+    "optimizer.rate=1",
+    "optimizer.rate=1",
+    "optimizer.rate=2",
+  ]
+  assert found["runs"][2]["settings"] == {"seed": "0", "optimizer.rate": "2"}
+
+
+def test_a_setting_that_only_some_runs_have_differs(tmp_path):
+  viewed_runs.run(tmp_path / "a", more="x" * 1000)
+  viewed_runs.run(tmp_path / "b")
+  found = overview(tmp_path)
+  assert found["differing"] == ["more"]
+  assert len(found["runs"][0]["settings"]["more"]) == 200
+  assert found["runs"][1]["settings"] == {}
+
+
+def test_the_last_and_the_best_of_a_metric_are_means_of_ten_rounds(tmp_path):
+  viewed_runs.run(tmp_path / "a", 12)
+  directory = runs.RunsDirectory(tmp_path)
+  curve = directory.curves("success")["runs"]["a"]
+  # 0.1 to 1.2: the mean of the last ten is 0.75, of the first ten 0.55.
+  assert curve["last"] == curve["best"] == pytest.approx(0.75)
+  # Less entropy is worse, and it falls.
+  curve = directory.curves("entropy")["runs"]["a"]
+  assert curve["last"] == pytest.approx(1.25)
+  assert curve["best"] == pytest.approx(1.45)
+  meaning = directory.curves("entropy")["meaning"]
+  assert meaning.startswith("Spread of the policy")
+
+
+def test_less_is_better_of_a_metric_of_which_more_is_worse(tmp_path):
+  path = viewed_runs.run(tmp_path / "a") / "metrics.jsonl"
+  # docs/metrics.md says so of the norm of the gradient.
+  rows = [{"round": i, "grad_norm": float(i)} for i in range(1, 12)]
+  viewed_runs.write_lines(path, rows)
+  curve = runs.RunsDirectory(tmp_path).curves("grad_norm")["runs"]["a"]
+  # Means of 1 to 10 and of 2 to 11.
+  assert (curve["best"], curve["last"]) == (5.5, 6.5)
+
+
+def test_a_curve_lies_over_rounds_tokens_and_seconds(tmp_path):
+  viewed_runs.run(tmp_path / "a", 3)
+  curve = runs.RunsDirectory(tmp_path).curves("success")["runs"]["a"]
+  assert curve["rounds"] == [1, 2, 3]
+  assert curve["tokens"] == [100.0, 200.0, 300.0]
+  assert curve["time"] == [2.0, 4.0, 6.0]
+  assert curve["values"] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):
+  viewed_runs.run(tmp_path / "a", 2)
+  rows = viewed_runs.metrics(5001)
+  viewed_runs.write_lines(tmp_path / "a" / "metrics.jsonl", rows)
+  curve = runs.RunsDirectory(tmp_path).curves("success")["runs"]["a"]
+  # Every third of 5001.
+  assert len(curve["rounds"]) == len(curve["values"]) == 1667
+  assert curve["rounds"][-1] == 5001
+
+
+def test_a_run_that_grows_is_told_as_it_is_now(tmp_path):
+  path = viewed_runs.run(tmp_path / "a", 3) / "metrics.jsonl"
+  directory = runs.RunsDirectory(tmp_path)
+  assert directory.overview()["runs"][0]["round"] == 3
+  with path.open("a") as file:
+    file.write(json.dumps({"round": 4, "success": 1.0, "fresh": 2.0}) + "\n")
+  found = directory.overview()
+  assert found["runs"][0]["round"] == 4
+  assert "fresh" in found["metrics"]
+  assert directory.curves("fresh")["runs"]["a"]["values"] == [
+    *[None] * 3,
+    2.0,
+  ]
+
+
+def test_a_run_is_over_once_it_has_all_rounds(tmp_path):
+  viewed_runs.run(tmp_path / "a", 3)
+  viewed_runs.run(tmp_path / "b", 3)
+  rows = viewed_runs.metrics(2)
+  viewed_runs.write_lines(tmp_path / "b" / "metrics.jsonl", rows)
+  states = [run["state"] for run in overview(tmp_path)["runs"]]
+  assert states == ["ended", "stopped"]
+
+
+@pytest.mark.process
+def test_a_run_is_alive_while_its_process_is(tmp_path):
+  path = viewed_runs.run(tmp_path / "a")
+
+  def note(**where):
+    (path / status_server.FILE).write_text(json.dumps(where))
+
+  host = socket.gethostname()
+  note(host=host, pid=os.getpid())
+  assert runs.is_alive(path)
+  note(host="another", pid=os.getpid())
+  assert not runs.is_alive(path)
+  with subprocess.Popen([sys.executable, "-c", ""]) as process:
+    process.wait()
+  note(host=host, pid=process.pid)
+  assert not runs.is_alive(path)
+
+
+@pytest.mark.parametrize(
+  "text", ["", "[]", "{", '{"host": 3}', '{"host": "HERE", "pid": 0}']
+)
+def test_a_damaged_note_of_a_process_is_no_process(tmp_path, text):
+  here = text.replace("HERE", socket.gethostname())
+  (tmp_path / status_server.FILE).write_text(here)
+  assert not runs.is_alive(tmp_path)
+
+
+def test_a_run_of_any_content_is_a_row(tmp_path):
+  (tmp_path / "a").mkdir()
+  (tmp_path / "a" / "config.json").write_text("[" * 9999)
+  (tmp_path / "a" / "metrics.jsonl").mkdir()
+  viewed_runs.run(tmp_path / "b")
+  found = overview(tmp_path)
+  assert [run["round"] for run in found["runs"]] == [0, 4]
+  assert found["runs"][0]["rounds"] is None
