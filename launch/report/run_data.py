@@ -1,0 +1,97 @@
+"""The files of a run as arrays, for notebooks and scripts of one's own.
+
+run = run_data.read("runs/lake")
+run.metrics["success"]           an array, one value for each round
+pandas.DataFrame(run.metrics)    the same as a table
+run.trajectories(10)             the episodes kept of round 10
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.cli import config_file
+from launch.report import comparison, run_files
+from models import untrusted_files
+
+Columns = Mapping[str, np.ndarray]
+"""Arrays of one length by name: float64, nan where a row has no number; or
+objects, where some row has a text."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class RunData:
+  """What a run has written so far.
+
+  Attributes:
+    settings: each leaf of config.json as text, by its dotted name.
+    metrics: of the rounds, in order; docs/metrics.md explains the names.
+    evaluations: in order of the versions that were evaluated.
+    notes: sentences about files and lines that could not be read.
+  """
+
+  path: pathlib.Path
+  settings: Mapping[str, str]
+  metrics: Columns
+  evaluations: Columns
+  notes: Sequence[str] = ()
+
+  def trajectories(self, round: int) -> list[dict[str, Any]]:
+    """Returns the episodes that were kept of a round, none of most rounds.
+
+    Raises:
+      KeyError: none were kept; the message lists the rounds that have some.
+    """
+    directory = self.path / "trajectories"
+    kept = {int(x.stem.split("_")[1]): x for x in _kept(directory)}
+    if round not in kept:
+      known = ", ".join(map(str, sorted(kept)))
+      raise KeyError(f"no episodes of round {round}; there are: {known}")
+    return list(run_files.lines(kept[round], [], turns=list))
+
+
+def read(path: str | os.PathLike) -> RunData:
+  """Returns the data of a run, whether it has ended or not.
+
+  Raises:
+    ValueError: the directory holds no run.
+  """
+  directory = pathlib.Path(path)
+  try:
+    config = untrusted_files.read_object(
+      directory / "config.json", config_file.MAX_BYTES
+    )
+  except (OSError, untrusted_files.BadFile) as error:
+    raise ValueError(f"{directory} is no run: {error}") from error
+  notes: list[str] = []
+  return RunData(
+    path=directory,
+    settings=comparison.flat(config),
+    metrics=_columns(directory / "metrics.jsonl", notes),
+    evaluations=_columns(directory / "evaluations.jsonl", notes),
+    notes=notes,
+  )
+
+
+def _kept(directory: pathlib.Path) -> list[pathlib.Path]:
+  names = directory.glob("round_*.jsonl")
+  return [x for x in names if x.stem.split("_")[1].isdecimal()]
+
+
+def _columns(path: pathlib.Path, notes: list[str]) -> Columns:
+  # A resumed run repeats the rounds after its checkpoint: the last one counts.
+  rows = {row["round"]: row for row in run_files.lines(path, notes, round=int)}
+  ordered = [rows[number] for number in sorted(rows)]
+  names = dict.fromkeys(name for row in ordered for name in row)
+  return {name: _column([row.get(name) for row in ordered]) for name in names}
+
+
+def _column(values: Sequence[Any]) -> np.ndarray:
+  if any(isinstance(value, str) for value in values):
+    return np.array(values, dtype=object)
+  numbers = [x if isinstance(x, int | float) else np.nan for x in values]
+  return np.array(numbers, dtype=np.float64)
