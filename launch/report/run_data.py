@@ -25,7 +25,7 @@ objects, where some row has a text."""
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class RunData:
-  """What a run has written so far.
+  """The records of a run so far.
 
   Attributes:
     settings: each leaf of config.json as text, by its dotted name.
