@@ -52,6 +52,7 @@ class Membership:
     self._guests: set[int] = set()
     self._tasks: set[asyncio.Task[None]] = set()
     self._closed = False
+    self._leaving: set[int] = set()
     self.joined = self.left = 0
     router.on_lost, router.on_serving = self._lost, self.follow
 
@@ -111,15 +112,24 @@ class Membership:
     await self.leave(number)
 
   async def leave(self, number: int) -> None:
-    """Lets an engine go; returns once it has left, or was lost."""
+    """Lets an engine go; returns once it has left, or was lost.
+
+    Of one that leaves already nothing is asked again.
+    """
+    if number in self._leaving:
+      return
     engine = self._router.engines[number]
     self._report(
       f"engine {number} is to leave: it gets no new session while another "
       "engine serves"
     )
-    with self._listed(number, "the end of its sessions", float("inf")):
-      if not await self._router.leave(number):
-        return
+    self._leaving.add(number)
+    try:
+      with self._listed(number, "the end of its sessions", float("inf")):
+        if not await self._router.leave(number):
+          return
+    finally:
+      self._leaving.discard(number)
     self._guests.discard(number)
     self.left += 1
     await engine.close()

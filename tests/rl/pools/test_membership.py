@@ -122,6 +122,17 @@ def inside_publishes(log):
   return kinds
 
 
+def test_an_engine_that_leaves_already_is_not_asked_again():
+  async def twice(run):
+    await asyncio.sleep(0.3)
+    await asyncio.gather(run.members.leave(0), run.members.leave(0))
+
+  played = run(overlap.sync(4), num_engines=2, disturb=twice).start()
+  check(played)
+  assert len(played.of("engine_leaving")) == len(played.of("engine_left")) == 1
+  assert played.members.describe()["engines_left"] == 1
+
+
 @pytest.mark.parametrize("name", ["sync", "one step off", "keep kv"])
 def test_an_engine_joins_and_leaves_under_any_schedule(name):
   async def come_and_go(run):
