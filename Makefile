@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all soak lint docs interop agents sglang reasoning bfcl openenv trackers lock clean
+.PHONY: help setup train test test-slow test-all soak fuzz lint docs interop agents sglang reasoning bfcl openenv trackers lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -10,6 +10,7 @@ help:
 	@echo 'make test    run the tests but for the slow ones'
 	@echo 'make test-slow  run the slow ones; make test-all runs both'
 	@echo 'make soak    hurt runs at random moments and let them go on'
+	@echo 'make fuzz    search the seams for examples that fail, with new ones'
 	@echo 'make lint    check style and types'
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make interop load what we export in transformers, in an environment apart'
@@ -28,6 +29,7 @@ help:
 	@echo '  make test ARGS="tests/rl/algorithms -k losses"'
 	@echo '  make test ROOM=rl/engine    its tests, and unit tests of its importers'
 	@echo '  make soak ARGS="--minutes=60 --seed=1"'
+	@echo '  make fuzz TIMES=200 ARGS="-k settings"'
 	@echo '  make lock ARGS=--upgrade'
 	@echo 'PYTHON=/path/to/python chooses the Python that .venv is made with.'
 
@@ -55,6 +57,11 @@ test-all: test test-slow
 
 soak: .venv/ready
 	@$(python) -m scripts.soak $(ARGS)
+
+# So many times the examples of make test, and other ones each time.
+TIMES = 20
+fuzz: .venv/ready
+	@TWINMESH_FUZZ=$(TIMES) $(pytest) -m hypothesis $(ARGS)
 
 lint: .venv/ready
 	@$(python) -m ruff check .
@@ -97,7 +104,7 @@ sglang: .venv/ready .venv-sglang/ready
 
 .venv/reasoning: .venv/ready
 	@$(python) -m pip install --no-input --quiet --editable '.[reasoning]' \
-	  --constraint requirements.lock
+	  --constraint .venv/pins
 	@touch $@
 
 # Slow ones, too: they hold every dataset against junk.
@@ -135,7 +142,8 @@ lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
 	@$(python) -m uv pip compile --quiet setup.py --universal \
 	  --python-version 3.11 --extra all --output-file requirements.lock \
-	  --annotation-style line --custom-compile-command 'make lock' $(ARGS)
+	  --annotation-style line --generate-hashes \
+	  --custom-compile-command 'make lock' $(ARGS)
 
 clean:
 	@rm -rf .venv .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .pytest_cache .ruff_cache build dist site *.egg-info

@@ -37,6 +37,8 @@ MLFLOW = ["mlflow-skinny>=3.0"]
 PYTEST = ["pytest>=8.0", "pytest-xdist>=3.6", "beartype>=0.19"]
 TEST = [
   *PYTEST,
+  # Searches of the seams: make fuzz.
+  "hypothesis>=6.130",
   "openai>=1.60",
   "anthropic>=2.0",
   *SERVE,
@@ -54,6 +56,8 @@ TEST = [
 # it is no part of "all". scripts/setup_sglang.sh makes one.
 SGLANG = ["sglang-jax==0.0.2"]
 LINT = ["ruff>=0.12", "pyright[nodejs]>=1.1.400"]
+# It is in the lock, so that what builds the package is as fixed as the rest.
+BUILD = ["setuptools>=77"]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 
 TOPS = ("configs", "envs", "launch", "models", "rl", "twinmesh")
@@ -134,6 +138,6 @@ setuptools.setup(
     "test": TEST,
     "lint": LINT,
     "docs": DOCS,
-    "all": [*TEST, *LINT, *DOCS],
+    "all": [*TEST, *LINT, *DOCS, *BUILD],
   },
 )

@@ -183,8 +183,8 @@ def pins() -> dict[str, list[requirements.Requirement]]:
   """Returns the lines of the lock file by package."""
   result = {}
   for line in (ROOT / "requirements.lock").read_text().splitlines():
-    if not line.startswith("#"):
-      pin = requirements.Requirement(line.partition("  #")[0])
+    if line and line[0] not in "# ":
+      pin = requirements.Requirement(line.removesuffix(" \\"))
       result.setdefault(utils.canonicalize_name(pin.name), []).append(pin)
   return result
 

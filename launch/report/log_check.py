@@ -338,11 +338,15 @@ def read(
   try:
     for event in event_log.surviving(log):
       reader.observe(event)
-  except (LookupError, TypeError) as error:
+    return reader.verdict(log)
+  except LookupError as error:
     raise UnreadableLog(f"{path.name}: an event lacks {error}") from error
+  except TypeError as error:
+    raise UnreadableLog(
+      f"{path.name}: a field of an event is of another type: {error}"
+    ) from error
   except segments.Damaged as error:
     raise UnreadableLog(str(error)) from error
-  return reader.verdict(log)
 
 
 class _Reader:

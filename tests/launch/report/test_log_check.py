@@ -237,6 +237,21 @@ def test_a_log_in_segments_gets_the_verdict_of_one_in_a_piece(run_dir):
   assert report_page.read(run_dir).verdict == whole
 
 
+@pytest.mark.parametrize(
+  ("kind", "changes"),
+  [
+    # Both are seen when the verdict is made; a search found them.
+    ("admitted", {"index": None}),
+    ("submitted", {"source": None}),
+  ],
+)
+def test_a_field_of_another_type_makes_a_log_unreadable(run_dir, kind, changes):
+  log = event_logs.change(LOG, kind, where={"group": 239}, **changes)
+  _write(run_dir / "events.jsonl", log)
+  with pytest.raises(log_check.UnreadableLog, match="of another type: '<"):
+    log_check.of_run(run_dir)
+
+
 def test_a_log_that_lacks_a_segment_is_not_checked_and_says_which(
   run_dir, capsys
 ):
