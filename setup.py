@@ -16,8 +16,11 @@ REASONING = ["reasoning-gym>=0.1.25"]
 # A client of HTTP: rewards computed by servers, and judges.
 REWARDS = ["math-verify>=0.8", "jsonschema>=4.23", "httpx2>=2.5"]
 MINIGRID = ["minigrid>=3.0"]
-# Rewards as tasks of Ray: large, so it is no part of "all".
+# Rewards as tasks of Ray, and processes on its hosts: large, so it is no part
+# of "all".
 RAY = ["ray>=2.40"]
+# Processes as jobs of Slurm.
+SLURM = ["submitit>=1.5"]
 # The WebSocket of OpenEnv servers.
 OPENENV = ["websockets>=15"]
 # Engines in processes of their own.
@@ -122,6 +125,7 @@ setuptools.setup(
     "processes": PROCESSES,
     "rewards": REWARDS,
     "ray": RAY,
+    "slurm": SLURM,
     "tools": TOOLS,
     "mcp": [*TOOLS, *MCP],
     "parquet": PARQUET,

@@ -3,6 +3,8 @@
 --explain instead of --workdir prints the placement and memory of the run.
 """
 
+import os
+import signal
 import sys
 from typing import TextIO
 
@@ -12,7 +14,7 @@ from absl import flags as absl_flags
 
 import launch
 from launch import explain
-from launch.cli import flags, jax_setup, known_programs, workdir
+from launch.cli import flags, jax_setup, known_programs, parent, workdir
 from launch.run import local
 from rl import assemble
 from rl import experiment as experiment_lib
@@ -22,6 +24,18 @@ _WORKDIR = absl_flags.DEFINE_string(
   "workdir",
   "",
   "Directory of the run. The same command continues the run in it.",
+)
+_BACKEND = absl_flags.DEFINE_string(
+  "backend",
+  None,
+  "Starts the processes of engines: local, addresses, slurm or ray, with fields"
+  " as in 'ray(cpus=4)'. The same as --config.placement.backend.",
+)
+_END_WITH_STDIN = absl_flags.DEFINE_bool(
+  "end_with_stdin",
+  False,
+  "Stops at the next safe point once the standard input closes, as Ctrl-C does:"
+  " for programs that start runs.",
 )
 _EXPLAIN = absl_flags.DEFINE_bool(
   "explain",
@@ -40,7 +54,11 @@ absl_flags.adopt_module_key_flags(known_programs)
 @flags.command
 def main() -> None:
   """Loads and checks settings and devices, claims the directory, runs."""
+  if _END_WITH_STDIN.value:
+    parent.watch(lambda: os.kill(os.getpid(), signal.SIGINT))
   with flags.exit_on_setting_error():
+    if _BACKEND.value is not None:
+      flags.override("placement.backend", _BACKEND.value, "backend")
     experiment = flags.load_from_command_line(experiment_lib.check_experiment)
     lock = None
     if not (_EXPLAIN.value and explain.is_absent(experiment.initial)):

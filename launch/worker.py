@@ -6,9 +6,10 @@ open; when it closes, the run has ended, and the worker ends too.
 
   python -m launch.worker --join=RUN
 
-adds an engine to a run on this host that has engines in processes of their own.
-SIGTERM lets it go: it gets no new session, its own end or move, and it exits
-with code 0. So does an engine's process that the run has started itself.
+adds an engine to a run that has engines in processes of their own. The run is
+on this host, unless it listens to others, as with --backend=addresses.
+SIGTERM lets the engine go: it gets no new session, its own end or move, and it
+exits with code 0. So does an engine's process that the run has started itself.
 """
 
 import asyncio
@@ -16,13 +17,12 @@ import json
 import os
 import pathlib
 import sys
-import threading
 
 from absl import app
 from absl import flags as absl_flags
 from websockets.asyncio import client
 
-from launch.cli import config_file, flags, jax_setup
+from launch.cli import config_file, flags, jax_setup, parent
 from rl.remote import joining, workers
 from rl.settings import overrides
 
@@ -51,15 +51,8 @@ async def work(socket: client.ClientConnection, data: str) -> int:
 
 async def _work_for_parent() -> int:
   told = json.loads(sys.stdin.readline())
-  threading.Thread(target=_end_with_parent, daemon=True).start()
+  parent.watch(lambda: os._exit(0))
   return await work(*await workers.connect(**told))
-
-
-def _end_with_parent() -> None:
-  # Not by sys.stdin, whose lock would fail the interpreter's own end.
-  while os.read(sys.stdin.fileno(), 1 << 10):
-    pass
-  os._exit(0)
 
 
 async def _join(run_dir: pathlib.Path, pool: str) -> int:

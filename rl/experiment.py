@@ -271,7 +271,7 @@ class Experiment:
 
   def validate_installed(self) -> None:
     """Raises ValueError when an engine's package is missing where it runs."""
-    self.placement.validate_pythons()
+    self.placement.validate_installed()
     for python in {pool.python for pool in self.placement.pools}:
       self.engine.validate_installed(python)
 

@@ -31,6 +31,7 @@ FLOORS = {
   ],
   "rl": [
     ["rl.settings", "rl.runtime", "rl.data"],
+    ["rl.backends"],
     ["rl.engine"],
     ["rl.engine.builtin", "rl.engine.sglang"],
     ["rl.schedule"],

@@ -26,6 +26,7 @@ from absl import flags as absl_flags
 
 import envs
 from launch.cli import config_file
+from rl.backends import contract as backends
 from rl.settings import overrides as overrides_lib
 from rl.settings import parsing
 
@@ -127,6 +128,20 @@ def overrides() -> dict[str, str | None]:
   return dict(_overrides)
 
 
+def override(path: str, text: str, flag: str) -> None:
+  """Adds an override for which there is a flag of its own.
+
+  Raises:
+    SettingError: it is given as --config.path, too.
+  """
+  if path in _overrides:
+    given = overrides_lib.argument(path, _overrides[path])
+    raise overrides_lib.SettingError(
+      f"{given} and --{flag}={text} are the same setting; leave one out"
+    )
+  _overrides[path] = text
+
+
 def arguments(changes: Mapping[str, str | None]) -> list[str]:
   """Returns the arguments that give a program these overrides."""
   return [overrides_lib.argument(path, text) for path, text in changes.items()]
@@ -193,6 +208,19 @@ def read_alone(kind: type, name: str) -> Any:
   for module in pkgutil.walk_packages(envs.__path__, "envs."):
     importlib.import_module(module.name)
   return parsing.read_field(kind, parsing.Text(text), f"--{name}")
+
+
+def read_backend(text: str) -> backends.Backend:
+  """Returns the backend that a flag names, with its packages.
+
+  Raises:
+    ValueError: there is none of the name, or it cannot work.
+  """
+  kind: Any = backends.Backend
+  read = parsing.read_field(kind, parsing.Text(text), "--backend")
+  read.validate()
+  read.validate_installed()
+  return read
 
 
 def instance_of(cls: type, example: str) -> Callable[[Any], None]:

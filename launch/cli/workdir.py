@@ -61,6 +61,7 @@ _MAY_CHANGE = (
   "warm_start.checkpoint_every",
   "placement.learner_processes",
   "placement.decode_processes",
+  "placement.backend",
 )
 
 
@@ -77,8 +78,8 @@ def claim(
     SettingError: the directory cannot be written, another process uses it, it
       holds records of something else, or a run with other settings. Settings
       that change nothing in what was learned (rounds, evaluation, retention,
-      bounds, tracker, progress_timeout_s, placement.decode_processes), or only
-      rounding (placement.learner_processes), may differ.
+      bounds, tracker, progress_timeout_s, decode_processes and backend of the
+      placement), or only rounding (its learner_processes), may differ.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.

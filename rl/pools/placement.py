@@ -11,13 +11,17 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 
 from models import sharding
-from rl.settings import checks
+from rl.backends import addresses, local, ray_cluster, slurm
+from rl.backends import contract as backends
+from rl.settings import checks, short_names
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
 # jax's own names of what runs on a GPU.
 _GPUS = ("cuda", "rocm")
 _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 _MAX_DEVICES = 2**20
+BACKENDS = (local.Local, addresses.KnownAddresses, slurm.Slurm, ray_cluster.Ray)
+"""Those that a setting can name."""
 _WIRE = ("websockets", "msgpack")
 
 Kind = Literal["compute", "bandwidth", "any"]
@@ -122,7 +126,9 @@ class Placement:
     replicas, decode_kind, decode_cost, decode_processes, decode_python: of that
       pool; see `DecodePool`.
     learner_processes: among which the learner's devices are divided; 1 is this
-      process, more are all of their own.
+      process, more are all of their own, on this host.
+    backend: starts the processes of engines: `local` on this host, and
+      `addresses`, `slurm` or `ray` on others.
     more: further pools. Each follows on the devices of those before it, unless
       its `mesh.first_device` says otherwise.
     platform: "cpu", "gpu" or "tpu"; None takes the one that jax finds. On
@@ -139,6 +145,7 @@ class Placement:
   decode_processes: int = 0
   decode_python: str | None = None
   learner_processes: int = 1
+  backend: backends.Backend = local.Local()
   more: tuple[DecodePool, ...] = ()
   platform: str | None = None
   colocated: bool = False
@@ -255,6 +262,7 @@ class Placement:
     first = self.pools[0]
     _check_processes("decode_processes", "decode_python", first, self.platform)
     self._validate_learner_processes()
+    self._validate_backend()
     for number, pool in enumerate(self.more):
       where = f"placement.more.{number}"
       checks.at_least(pool, 1, "replicas", where=where)
@@ -269,6 +277,14 @@ class Placement:
         why = "is taken, by another part or by a kind; choose another name"
         raise ValueError(f"placement.{name}={pool.name!r} {why}")
       taken.add(pool.name)
+
+  def _validate_backend(self) -> None:
+    if not isinstance(self.backend, local.Local) and not self.remote:
+      raise ValueError(
+        f"placement.backend={short_names.of(self.backend)} starts the "
+        "processes of engines, and none has any; use "
+        "placement.decode_processes=1, or placement.backend=local"
+      )
 
   def _validate_learner_processes(self) -> None:
     count, size = self.learner_processes, self.learner.size
@@ -300,10 +316,14 @@ class Placement:
           f"{out}.first_device or set placement.colocated=true"
         )
 
-  def validate_pythons(self) -> None:
-    """Raises ValueError when a pool's own Python cannot run its processes."""
+  def validate_installed(self) -> None:
+    """Raises ValueError when the backend, or a pool's Python, lacks packages.
+
+    A Python is looked for on this host, so only where this host runs it.
+    """
+    self.backend.validate_installed()
     for pool in self.pools:
-      if pool.python is not None:
+      if pool.python is not None and self.backend.shares_memory:
         what = f"the Python of pool {pool.name}"
         checks.installed(what, "processes", "jax", *_WIRE, python=pool.python)
 

@@ -9,6 +9,7 @@ decoding goes on, and `serve` switches to what was staged.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 from models import config as model_config
 from rl.engine import contract
 from rl.pools import placement, weight_transfer
-from rl.remote import connection, weight_store
+from rl.remote import connection, weight_store, weight_stream
 from rl.runtime import mesh_thread, trace
 
 _TELL_S = 0.005
@@ -35,6 +36,7 @@ class EngineTask:
     dtype: of the weights that it will be sent.
     platform: of its devices; None takes the one that jax finds.
     python: see `placement.DecodePool`.
+    stream: sends the weights to other hosts; None is memory of this one.
   """
 
   model: model_config.ModelConfig
@@ -43,6 +45,7 @@ class EngineTask:
   dtype: weight_transfer.Dtype = "same"
   platform: str | None = None
   python: str | None = None
+  stream: weight_stream.StreamAddress | None = None
 
   @property
   def placement(self) -> placement.Placement:
@@ -237,7 +240,10 @@ class EngineWorker:
     self, tensors: Sequence[weight_store.Tensor]
   ) -> tuple[dict[str, jax.Array], int]:
     arrays: dict[str, jax.Array] = {}
-    with weight_store.Readers() as readers:
+    stream, opened = self._task.stream, weight_store.StoreReader
+    if stream is not None:
+      opened = functools.partial(weight_stream.StreamReader, stream)
+    with weight_store.Readers(opened) as readers:
       for tensor, place in zip(tensors, self._places, strict=True):
         if (array := self._served.get(tensor.name)) is None:
           array = weight_store.placed(readers.of(tensor), tensor, place)

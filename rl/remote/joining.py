@@ -2,7 +2,8 @@
 
   RemoteEngines.admit --write--> RUN/.join --read--> launch.worker --join=RUN
 
-Only the user who has launched the run can read it, on the host of the run.
+Only the user who has launched the run can read it. Where the run listens on
+this host only, so must those be who join it.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import pathlib
 import socket
 
+from rl.backends import local
 from rl.remote import workers
 
 FILE = ".join"
@@ -50,8 +52,9 @@ def read(run_dir: pathlib.Path) -> tuple[str, str]:
     raise workers.Refused(
       f"--join={run_dir}: {FILE} is damaged: {error}; start the run again"
     ) from error
-  if host != socket.gethostname():
+  if host != socket.gethostname() and local.LOOPBACK in address:
     raise workers.Refused(
-      f"--join={run_dir}: it runs on {host}, and engines join on its own host"
+      f"--join={run_dir}: it runs on {host} and listens there only, so engines "
+      "join on that host; start it with another --backend, such as addresses"
     )
   return str(address), str(token)

@@ -1,8 +1,10 @@
-"""A decode engine in a process of its own.
+"""A decode engine in a process of its own, on this host or another.
 
   generate, stream, abort --> connection ==> engine_worker.EngineWorker
   begun, stats <-- what the worker has told by then
   update_weights: weights into shared memory -> stage -> serve
+
+On another host the worker reads that memory through `weight_stream`.
 
 The worker is started by `start`, unless it has joined by itself. When its
 process ends or falls silent, all that waits raises EngineClosed with the last
@@ -16,6 +18,7 @@ import functools
 import json
 import math
 import pathlib
+import tempfile
 from collections.abc import (
   AsyncGenerator,
   Callable,
@@ -28,9 +31,16 @@ from typing import Any
 import jax
 
 from rl import experiment as experiment_lib
+from rl.backends import contract as backends
 from rl.engine import contract
 from rl.pools import placement
-from rl.remote import connection, engine_worker, joining, weight_store
+from rl.remote import (
+  connection,
+  engine_worker,
+  joining,
+  weight_store,
+  weight_stream,
+)
 from rl.remote import workers as workers_lib
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
@@ -55,7 +65,7 @@ class _Request:
 
 
 class RemoteEngine:
-  """`contract.DecodeEngine` in another process of this host.
+  """`contract.DecodeEngine` in another process.
 
   Args:
     name: of its worker.
@@ -377,6 +387,10 @@ class RemoteEngines:
     run_dir: has their output, and the address at which others may join.
     thread: writes weights to shared memory; the caller closes it.
     spans: gets the work of their devices.
+    backend: starts their processes.
+
+  Raises:
+    ValueError: the backend cannot be reached.
   """
 
   def __init__(
@@ -386,13 +400,29 @@ class RemoteEngines:
     thread: mesh_thread.MeshThread,
     spans: trace.Trace,
     watchdog: watchdog_lib.Watchdog | None = None,
+    *,
+    backend: backends.Backend,
   ):
-    self._tasks = tasks
     self._run_dir = run_dir
     self._thread = thread
     self._spans = spans
     log_dir = run_dir and run_dir / "workers"
-    self._workers = workers_lib.Workers(log_dir, watchdog)
+    self._kept = contextlib.ExitStack()
+    folder = log_dir or pathlib.Path(
+      self._kept.enter_context(tempfile.TemporaryDirectory())
+    )
+    launcher = backend.open(folder / "backend")
+    self._workers = workers_lib.Workers(
+      log_dir, watchdog, launcher, backend.place_s
+    )
+    if not backend.shares_memory:
+      stream = weight_stream.WeightStream(launcher.host)
+      self._kept.callback(stream.close)
+      tasks = {
+        info: dataclasses.replace(task, stream=stream.address)
+        for info, task in tasks.items()
+      }
+    self._tasks = tasks
     self._store = weight_store.WeightStore()
     self.write = self._store.write
 
@@ -434,6 +464,7 @@ class RemoteEngines:
     if self._run_dir is not None:
       joining.remove(self._run_dir)
     await self._workers.close()
+    await asyncio.to_thread(self._kept.close)
 
 
 def of_experiment(
@@ -455,4 +486,11 @@ def of_experiment(
     for pool in experiment.placement.pools
     if pool.processes
   }
-  return RemoteEngines(tasks, run_dir, thread, spans, watchdog)
+  return RemoteEngines(
+    tasks,
+    run_dir,
+    thread,
+    spans,
+    watchdog,
+    backend=experiment.placement.backend,
+  )

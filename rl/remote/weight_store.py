@@ -1,5 +1,7 @@
 """Weights in shared memory, for other processes of this host.
 
+`weight_stream` sends its slices to other hosts.
+
   learner --write--> memory in the form of a file <--read-- engine, its slices
 
 Several processes can fill one file, each with the slices that it has.
@@ -19,13 +21,16 @@ import mmap
 import os
 import pathlib
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import numpy as np
 
 from models.hf import safetensors_io
+
+MEMORY = "twinmesh-weights"
+"""Name of all such memory, in the lists of the system."""
 
 
 class StoredFile:
@@ -37,7 +42,7 @@ class StoredFile:
   """
 
   def __init__(self, nbytes: int):
-    self._handle = os.memfd_create("twinmesh-weights")
+    self._handle = os.memfd_create(MEMORY)
     weakref.finalize(self, os.close, self._handle)
     os.ftruncate(self._handle, nbytes)
     self.nbytes = nbytes
@@ -256,9 +261,23 @@ class StoreReader(_MappedFile):
       DamagedFile: the tensor is missing, another one, or cut short.
     """
     # A copy: jax on a CPU would otherwise use the writer's memory.
-    piece = self._whole(name, shape, dtype)[index].copy()
+    piece = self.view(name, shape, dtype, index).copy()
     self.bytes_read += piece.nbytes
     return piece
+
+  def view(
+    self,
+    name: str,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    index: tuple[slice, ...],
+  ) -> np.ndarray:
+    """Returns a slice of a tensor, in the memory of the file.
+
+    Raises:
+      DamagedFile: the tensor is missing, another one, or cut short.
+    """
+    return self._whole(name, shape, dtype)[index]
 
 
 class StoreWriter(_MappedFile):
@@ -280,8 +299,28 @@ class StoreWriter(_MappedFile):
         whole[shard.index] = jax.device_get(shard.data)
 
 
+class Reader(Protocol):
+  """Reads slices of the tensors of a file; see `StoreReader`."""
+
+  bytes_read: int
+
+  def read(
+    self,
+    name: str,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    index: tuple[slice, ...],
+  ) -> np.ndarray:
+    """Returns a slice of a tensor, in memory of its own."""
+    ...
+
+  def __enter__(self) -> "Reader": ...
+
+  def __exit__(self, *_: object) -> None: ...
+
+
 def placed(
-  reader: StoreReader, tensor: Tensor, place: jax.sharding.Sharding
+  reader: Reader, tensor: Tensor, place: jax.sharding.Sharding
 ) -> jax.Array:
   """Returns the array of a tensor, of which devices get what they keep."""
   dtype = np.dtype(tensor.dtype)
@@ -294,16 +333,21 @@ def placed(
 
 
 class Readers(contextlib.ExitStack):
-  """The open files of several tensors, by their paths; a context."""
+  """The open files of several tensors, by their paths; a context.
 
-  def __init__(self):
+  Args:
+    opened: opens a file by its path.
+  """
+
+  def __init__(self, opened: Callable[[str], Reader] = StoreReader):
     super().__init__()
-    self._open: dict[str, StoreReader] = {}
+    self._opened = opened
+    self._open: dict[str, Reader] = {}
 
-  def of(self, tensor: Tensor) -> StoreReader:
+  def of(self, tensor: Tensor) -> Reader:
     """Returns the file of a tensor."""
     if tensor.path not in self._open:
-      reader = self.enter_context(StoreReader(tensor.path))
+      reader = self.enter_context(self._opened(tensor.path))
       self._open[tensor.path] = reader
     return self._open[tensor.path]
 

@@ -7,12 +7,12 @@
               |
               +--> _connected: the same --> on_guest, Guest.start --> Connection
 
-A child holds a pipe of its parent and ends when that closes, so nothing is left
-when the parent ends, in whatever way. A guest ends with its connection.
+A backend starts the children, on this host or on others. A child's standard
+input closes when this process ends, in whatever way, and it ends with that, so
+nothing is left. A guest ends with its connection.
 """
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import hmac
@@ -22,9 +22,6 @@ import os
 import pathlib
 import re
 import secrets
-import subprocess
-import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -33,6 +30,8 @@ import websockets
 from websockets.asyncio import client as websockets_client
 from websockets.asyncio import server as websockets_server
 
+from rl.backends import contract as backends
+from rl.backends import local
 from rl.remote import connection, wire
 from rl.runtime import watchdog as watchdog_lib
 
@@ -67,16 +66,6 @@ def code_version() -> str:
   return digest.hexdigest()[:16]
 
 
-def _own_path() -> list[str]:
-  """Returns the place of our packages, where another Python may look.
-
-  A wheel lies among all packages of this Python, and those are compiled for it:
-  another one must have a wheel of its own.
-  """
-  libraries = pathlib.Path(sysconfig.get_path("purelib")).resolve()
-  return [] if libraries == _ROOT else [str(_ROOT)]
-
-
 def environment() -> dict[str, str]:
   """Returns the variables that let a worker count its own devices."""
   return {"XLA_FLAGS": _COUNT.sub("", os.environ.get("XLA_FLAGS", ""))}
@@ -95,33 +84,35 @@ def _check_code(name: str, code: str) -> None:
 
 
 class Worker:
-  """A process that this one has started.
+  """A process that a backend has started for this one.
 
   Attributes:
     name: of it, in errors and of its log.
   """
 
-  def __init__(self, name: str, process: subprocess.Popen, log: pathlib.Path):
+  def __init__(self, name: str, process: backends.Started, log: pathlib.Path):
     self.name = name
     self._process = process
     self._log = log
 
   @property
   def pid(self) -> int:
-    """Number of the process."""
+    """Number of the process, if it is one of this host."""
+    assert isinstance(self._process, local.LocalProcess)
+    assert self._process.pid is not None
     return self._process.pid
 
   @property
   def ended(self) -> bool:
     """True once the process has ended."""
-    return self._process.poll() is not None
+    return self._process.code() is not None
 
   def last_words(self) -> str:
     """Returns how it ended, with the last lines of its log."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      self._process.wait(0.5)
-    code = self._process.poll()
+    code = backends.wait(self._process, 0.5)
     state = "still runs" if code is None else f"ended with code {code}"
+    if self._process.reason:
+      state = f"has no process: {self._process.reason}"
     lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     return "\n".join(
       [f"{self.name} {state}; its log, {self._log}, ends:", *lines]
@@ -130,18 +121,13 @@ class Worker:
   async def end(self, gently: bool) -> None:
     """Ends it, after a while if it may end by itself until then."""
     if gently:
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        await asyncio.to_thread(self._process.wait, _LEAVE_S)
+      await asyncio.to_thread(backends.wait, self._process, _LEAVE_S)
     await asyncio.to_thread(self.kill)
 
   def kill(self) -> None:
     """Ends it at once."""
     self._process.kill()
-    assert self._process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # It never read what it is told.
-      self._process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      self._process.wait(_CLOSE_S)
+    backends.wait(self._process, _CLOSE_S)
 
 
 class Guest:
@@ -213,6 +199,8 @@ class Workers:
     log_dir: where each worker's output is appended; None keeps it until
       `close`.
     watchdog: lists the calls that wait for workers.
+    launcher: starts them, and is closed with them; None starts them here.
+    place_s: time that it may need to find a place for one.
 
   Attributes:
     token: that a process must know to connect.
@@ -224,6 +212,8 @@ class Workers:
     self,
     log_dir: pathlib.Path | None,
     watchdog: watchdog_lib.Watchdog | None = None,
+    launcher: backends.Launcher | None = None,
+    place_s: float = 0.0,
   ):
     self._kept = None
     if log_dir is None:
@@ -231,6 +221,8 @@ class Workers:
       log_dir = pathlib.Path(self._kept.name)
     self._log_dir = log_dir
     self._watchdog = watchdog
+    self._launcher = launcher or local.LocalLauncher()
+    self._place_s = place_s
     self.token = secrets.token_hex(32)
     self.on_guest: Callable[[str, Guest], None] | None = None
     self._server: websockets_server.Server | None = None
@@ -256,12 +248,14 @@ class Workers:
       hears: see `connection.Connection`.
 
     Raises:
-      NotStarted: it ended, or did not connect by the deadline.
+      NotStarted: it ended, or did not connect by the deadline, which counts
+        from when it has a place at the latest.
     """
     address = await self.listen()
     admitted = asyncio.get_running_loop().create_future()
     self._expected[name] = _Expected(task, hears, admitted)
     worker = self._spawn(name, address, environment, python)
+    deadline_s += self._place_s
     try:
       async with asyncio.timeout(deadline_s):
         while not admitted.done() and not worker.ended:
@@ -285,34 +279,26 @@ class Workers:
     environment: Mapping[str, str],
     python: str | None,
   ) -> Worker:
-    self._log_dir.mkdir(parents=True, exist_ok=True)
     log = self._log_dir / f"{name.replace(' ', '_')}.log"
-    paths = [*_own_path(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with log.open("a") as output:
-      process = subprocess.Popen(
-        [python or sys.executable, "-m", "launch.worker"],
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        # Ctrl-C is for this process; the pipe ends the other.
-        start_new_session=True,
-      )
-    worker = Worker(name, process, log)
-    self._children.append(worker)
     told = {"address": address, "token": self.token, "name": name}
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # It has ended already.
-      process.stdin.write(json.dumps(told).encode() + b"\n")
-      process.stdin.flush()
+    program = backends.Program(
+      name=name,
+      module="launch.worker",
+      log=log,
+      told=json.dumps(told),
+      environment=environment,
+      python=python,
+    )
+    worker = Worker(name, self._launcher.start(program), log)
+    self._children.append(worker)
     return worker
 
   async def listen(self) -> str:
-    """Returns the address at which it listens, on this host only."""
+    """Returns the address at which it listens."""
     if self._server is None:
       self._server = await websockets_server.serve(
         self._connected,
-        "127.0.0.1",
+        self._launcher.host,
         0,
         process_request=self._refusal,
         compression=None,
@@ -320,8 +306,9 @@ class Workers:
         ping_interval=HEARTBEAT_S,
         ping_timeout=SILENCE_S,
       )
-    (listening,) = self._server.sockets
-    return f"ws://127.0.0.1:{listening.getsockname()[1]}"
+    port = next(iter(self._server.sockets)).getsockname()[1]
+    host = self._launcher.host
+    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
 
   def _refusal(
     self, socket: websockets_server.ServerConnection, request: Any
@@ -379,6 +366,7 @@ class Workers:
     for worker in self._children:
       await asyncio.to_thread(worker.kill)
     self._children.clear()
+    await asyncio.to_thread(self._launcher.close)
     if self._server is not None:
       self._server.close()
       await self._server.wait_closed()

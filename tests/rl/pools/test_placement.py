@@ -417,11 +417,11 @@ def test_a_python_that_cannot_run_an_engine_is_refused(tmp_path, script, words):
     python.chmod(0o755)
   place = Placement(decode_processes=1, decode_python=str(python))
   with pytest.raises(ValueError, match=words):
-    place.validate_pythons()
+    place.validate_installed()
 
 
 @pytest.mark.process
 def test_a_python_with_all_packages_is_accepted():
   here = Placement(decode_processes=1, decode_python=sys.executable)
-  here.validate_pythons()
-  Placement().validate_pythons()
+  here.validate_installed()
+  Placement().validate_installed()

@@ -1,0 +1,60 @@
+"""Offers this host to runs and sweeps: python -m launch.host --token_file=FILE.
+
+  openssl rand -hex 32 > token && chmod 600 token
+  python -m launch.host --listen=10.0.0.2:7000 --token_file=token --slots=8
+
+and, on another host with the same checkout and a copy of the token,
+
+  python -m launch.train ... \\
+      --backend='addresses(at=["10.0.0.2:7000"], token_file="token")'
+
+Who knows the token can run any code here as this user. Connections are not
+encrypted: use a private network, or a tunnel of ssh.
+"""
+
+import pathlib
+import signal
+import threading
+
+from absl import app
+from absl import flags as absl_flags
+
+from launch.cli import flags
+from rl.backends import host
+
+_LISTEN = absl_flags.DEFINE_string(
+  "listen", "127.0.0.1:7000", "Address and port; port 0 takes a free one."
+)
+_TOKEN_FILE = absl_flags.DEFINE_string(
+  "token_file", "token", "File with the token, for its user alone."
+)
+_SLOTS = absl_flags.DEFINE_integer(
+  "slots", 1, "Programs at the same time.", lower_bound=1
+)
+
+
+@flags.command
+def main() -> None:
+  """Listens until Ctrl-C or SIGTERM, which end all programs."""
+  with flags.exit_on_setting_error():
+    token = host.read_token(pathlib.Path(_TOKEN_FILE.value))
+    where = host.address_of(_LISTEN.value, "--listen")
+    try:
+      server = host.Host(where, token, _SLOTS.value)
+    except OSError as error:
+      raise ValueError(
+        f"--listen={_LISTEN.value}: {error.strerror}; use an address of this "
+        "host and a free port"
+      ) from error
+  print(f"listening at {server.address}", flush=True)
+  # `shutdown` waits for the loop that a handler would interrupt.
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(
+      number, lambda *_: threading.Thread(target=server.shutdown).start()
+    )
+  server.serve_forever(poll_interval=0.1)
+  server.close()
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=flags.parse)

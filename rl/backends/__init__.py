@@ -1,0 +1,1 @@
+"""Backends: the hosts on which processes of a run or of a sweep start."""

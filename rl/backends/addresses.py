@@ -1,0 +1,173 @@
+"""Programs on hosts that are up, at addresses that are known."""
+
+import contextlib
+import dataclasses
+import pathlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from rl.backends import contract, followed, host
+from rl.settings import checks
+
+_CONNECT_S = 5.0
+_LOOK_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KnownAddresses:
+  """Starts programs on hosts that each run `python -m launch.host`.
+
+  They may be pods of Kubernetes, machines of a cloud, or those of a lab. A
+  program goes to the host that has the fewest of this run; one that cannot be
+  reached is passed over.
+
+  Attributes:
+    at: the addresses of these hosts, as `10.0.0.2:7000`.
+    token_file: has the token that they were started with.
+    host: address of this host for them; None is the one that a connection to
+      the first of them leaves from.
+    place_s: longest wait until one of them takes a program.
+  """
+
+  at: tuple[str, ...] = ()
+  token_file: str = "token"
+  host: str | None = None
+  place_s: float = 60.0
+
+  short_name = "addresses"
+  shares_memory = False
+
+  def validate(self) -> None:
+    """Raises ValueError on an address that is none."""
+    if not self.at:
+      raise ValueError(
+        "placement.backend.at names no host; start `python -m launch.host` on "
+        "one, and name it, as in at=['10.0.0.2:7000']"
+      )
+    for address in self.at:
+      host.address_of(address, "placement.backend.at")
+    checks.finite_above(self, 0, "place_s", where="placement.backend")
+
+  def validate_installed(self) -> None:
+    """Raises nothing: it needs no package."""
+
+  def open(self, folder: pathlib.Path) -> contract.Launcher:
+    """Returns what asks them.
+
+    Raises:
+      ValueError: the token cannot be read.
+    """
+    del folder
+    token = host.read_token(pathlib.Path(self.token_file))
+    where = [host.address_of(x, "placement.backend.at") for x in self.at]
+    return _AddressesLauncher(
+      where, token, self.host or _own_address(where[0]), self.place_s
+    )
+
+
+def _own_address(other: tuple[str, int]) -> str:
+  """Returns the address of this host for another; sends nothing."""
+  family, *_, place = socket.getaddrinfo(*other, type=socket.SOCK_DGRAM)[0]
+  with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    probe.connect(place)
+    return str(probe.getsockname()[0])
+
+
+class _AddressesLauncher(followed.FollowingLauncher):
+  def __init__(
+    self,
+    where: Sequence[tuple[str, int]],
+    token: str,
+    own: str,
+    place_s: float,
+  ):
+    super().__init__()
+    self.host = own
+    self._token = token
+    self._place_s = place_s
+    self._counts = dict.fromkeys(where, 0)
+    self._lock = threading.Lock()
+
+  def _make(self, program: contract.Program) -> followed.Followed:
+    return _AddressedProcess(program, self, self._token, self._place_s)
+
+  def by_load(self) -> list[tuple[str, int]]:
+    """Returns the hosts, that with the fewest programs first."""
+    with self._lock:
+      return sorted(self._counts, key=lambda where: self._counts[where])
+
+  @contextlib.contextmanager
+  def counted(self, where: tuple[str, int]):
+    """Counts a program of a host; a context."""
+    with self._lock:
+      self._counts[where] += 1
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._counts[where] -= 1
+
+
+class _AddressedProcess(followed.Followed):
+  def __init__(
+    self,
+    program: contract.Program,
+    launcher: _AddressesLauncher,
+    token: str,
+    place_s: float,
+  ):
+    super().__init__(program)
+    self._launcher = launcher
+    self._token = token
+    self._place_s = place_s
+
+  def _follow(self) -> int:
+    begin_s = time.monotonic()
+    while True:
+      why = []
+      for where in self._launcher.by_load():
+        name = f"{where[0]}:{where[1]}"
+        with self._launcher.counted(where):
+          try:
+            stream = socket.create_connection(where, _CONNECT_S)
+          except OSError as error:
+            why.append(f"{name}: {error}")
+            continue
+          with contextlib.closing(host.Lines(stream)) as lines:
+            try:
+              code = self._play(lines)
+            except OSError as error:
+              raise followed.NotPlaced(f"{name} was lost: {error}") from error
+          if isinstance(code, int):
+            return code
+          why.append(f"{name}: {code}")
+      try:
+        self.wait_for_place(begin_s, self._place_s)
+      except followed.NotPlaced as error:
+        raise followed.NotPlaced(
+          str(error)
+          or f"no host has taken it in {self._place_s:g} s; {'; '.join(why)}"
+        ) from error
+
+  def _play(self, lines: host.Lines) -> int | str:
+    """Returns the code of the program, or why a full host has refused it."""
+    lines.send(token=self._token, program=host.sent(self.program))
+    started = False
+    while True:
+      # Not before its number is known: then it has begun.
+      for number in self._taken() if started else []:
+        lines.send(signal=number)
+      if self._killed.is_set() and not started:
+        raise followed.NotPlaced("it was ended before it had a place")
+      for told in lines.take(_LOOK_S):
+        started = started or "pid" in told
+        if "refused" in told and told.get("full"):
+          return str(told["refused"])
+        if "refused" in told:
+          raise followed.NotPlaced(f"refused: {told['refused']}")
+        self._write(str(told.get("output", "")).encode())
+        if "code" in told:
+          self.reason = str(told.get("reason") or "")
+          return int(told["code"])

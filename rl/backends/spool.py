@@ -1,0 +1,167 @@
+"""A program that another process runs, told and watched through files.
+
+  here: SpooledProcess --job.json, signals, beat--> directory
+  there: run(directory) --code--> directory, and the log
+
+The directory is on a disk that both hosts mount, as the directory of the run
+is. Where a queue decides when and where a job runs, this is the one way that
+needs neither an open port nor a right to signal.
+"""
+
+import abc
+import itertools
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+import uuid
+from typing import Any, Protocol
+
+from rl.backends import contract, followed, host, local
+
+_LOOK_S = 0.1
+_BEAT_S = 1.0
+_LOST_S = 30.0
+_END_S = 30.0
+
+
+class QueuedJob(Protocol):
+  """A job of some queue that calls `run`."""
+
+  def ended(self) -> bool:
+    """Returns whether the queue takes it as ended, in whatever way."""
+    ...
+
+  def cancel(self) -> None:
+    """Takes it out of the queue, or ends it."""
+    ...
+
+
+class SpooledProcess(followed.Followed):
+  """A program that a job of a queue runs; see `contract.Started`.
+
+  Args:
+    folder: of which it makes a directory, that its user alone can read.
+    silence_s: time without a beat after which the program ends.
+  """
+
+  def __init__(
+    self, program: contract.Program, folder: pathlib.Path, silence_s: float
+  ):
+    super().__init__(program)
+    self._silence_s = silence_s
+    name = program.name.replace(" ", "_").replace("/", "_")
+    self._directory = folder / f"{name}-{uuid.uuid4().hex[:8]}"
+
+  @abc.abstractmethod
+  def _submit(self, directory: pathlib.Path) -> QueuedJob:
+    """Returns a job that is to call `run` with the directory."""
+
+  def _follow(self) -> int:
+    directory = self._directory
+    directory.mkdir(parents=True, mode=0o700)
+    told = {
+      "program": host.sent(self.program),
+      "log": str(self.program.log.resolve()),
+      "silence_s": self._silence_s,
+    }
+    (directory / "job.json").write_text(json.dumps(told))
+    _beat(directory)
+    job = self._submit(directory.resolve())
+    try:
+      return self._watch(directory, job)
+    except BaseException:
+      job.cancel()
+      raise
+
+  def _watch(self, directory: pathlib.Path, job: QueuedJob) -> int:
+    beat_s = ended_s = time.monotonic()
+    for number in itertools.count():
+      time.sleep(_LOOK_S)
+      if (code := _read_code(directory)) is not None:
+        return code
+      now = time.monotonic()
+      if now > beat_s + _BEAT_S:
+        _beat(directory)
+        beat_s = now
+      with (directory / "signals").open("a") as file:
+        file.writelines(f"{number}\n" for number in self._taken())
+      # A job that has ended has told its code, but disks may show it late.
+      if number % 10 or not job.ended():
+        ended_s = now
+      elif self._killed.is_set() or now > ended_s + _LOST_S:
+        raise followed.NotPlaced("its job has ended without a word")
+      if self._killed.is_set() and not (directory / "began").exists():
+        raise followed.NotPlaced("it was ended before it had a place")
+    raise AssertionError
+
+
+def _beat(directory: pathlib.Path) -> None:
+  (directory / "beat").write_text(str(time.time()))
+
+
+def _read_code(directory: pathlib.Path) -> int | None:
+  try:
+    return int((directory / "code").read_text())
+  except FileNotFoundError:
+    return None
+
+
+def run(directory: str) -> int:
+  """Runs the program of a directory to its end; returns its code.
+
+  The program ends with whoever has asked for it, on SIGTERM, which is passed
+  on, and, where the queue announces its end of time by SIGUSR2, with SIGTERM.
+  """
+  folder = pathlib.Path(directory)
+  told: dict[str, Any] = json.loads((folder / "job.json").read_text())
+  (folder / "began").touch()
+  program = host.read_program(told["program"], pathlib.Path(told["log"]))
+  process = local.LocalProcess(program)
+  for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda *_: process.signal(signal.SIGTERM))
+  try:
+    code = _forward(folder, process, told["silence_s"])
+  finally:
+    process.close()
+  if process.reason:
+    with program.log.open("a") as log:
+      log.write(f"{process.reason}\n")
+  (folder / "code.partial").write_text(str(code))
+  (folder / "code.partial").replace(folder / "code")
+  return code
+
+
+def _forward(
+  folder: pathlib.Path, process: local.LocalProcess, silence_s: float
+) -> int:
+  """Passes signals on until the program ends; returns its code."""
+  passed, beat, heard_s = 0, "", time.monotonic()
+  while (code := process.code()) is None:
+    time.sleep(_LOOK_S)
+    now = time.monotonic()
+    if (text := _text(folder / "beat")) != beat:
+      beat, heard_s = text, now
+    if now > heard_s + silence_s:
+      print("nobody waits for this program any more", flush=True)
+      process.hang_up()
+      if (code := contract.wait(process, _END_S)) is None:
+        process.close()
+    numbers = _text(folder / "signals").split()
+    for number in numbers[passed:]:
+      process.signal(int(number))
+    passed = len(numbers)
+  return code
+
+
+def _text(path: pathlib.Path) -> str:
+  try:
+    return path.read_text()
+  except FileNotFoundError:
+    return ""
+
+
+if __name__ == "__main__":
+  sys.exit(os.EX_OK if run(sys.argv[1]) == 0 else 1)

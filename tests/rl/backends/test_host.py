@@ -1,0 +1,109 @@
+"""A host that starts programs: for whom, how many, and until when."""
+
+import socket
+
+import pytest
+
+from rl.backends import addresses, contract, host
+from tests.helpers import backends_under_test as under_test
+
+pytestmark = pytest.mark.process
+WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
+
+
+@pytest.mark.parametrize(
+  ("text", "mode", "words"),
+  [
+    ("0" * 64, 0o644, "can be read by others, .*; use chmod 600"),
+    ("short", 0o600, "has 5 characters; use 16 or more"),
+  ],
+)
+def test_a_token_that_is_no_secret_is_refused(tmp_path, text, mode, words):
+  path = tmp_path / "token"
+  path.write_text(text)
+  path.chmod(mode)
+  with pytest.raises(ValueError, match=words):
+    host.read_token(path)
+  with pytest.raises(ValueError, match="cannot be read: No such file"):
+    host.read_token(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("text", ["10.0.0.2", ":7", "h:x", "h:70000", ""])
+def test_an_address_without_a_port_is_refused(text):
+  with pytest.raises(ValueError, match="is no address; use HOST:PORT"):
+    host.address_of(text, "at")
+  assert host.address_of("[::1]:7000", "at") == ("::1", 7000)
+
+
+def ask(address, **told):
+  """Returns what a host answers to a first line."""
+  where = host.address_of(address, "at")
+  lines = host.Lines(socket.create_connection(where))
+  lines.send(**told)
+  while True:
+    for answer in lines.take(1):
+      if answer:
+        return answer
+
+
+def test_whoever_has_no_token_or_no_program_of_this_project_is_refused(
+  tmp_path,
+):
+  program = under_test.scripted(tmp_path, "waits", WAITS)
+  good = host.sent(program)
+  with under_test.listening() as server:
+    for token in ("", "a token of the test", 3):
+      answer = ask(server.address, token=token, program=good)
+      assert answer == {"refused": "unknown token"}
+    for changes, words in (
+      ({"module": "http.server"}, "http.server is none of"),
+      ({"arguments": [3]}, "it has other arguments than texts"),
+      ({"environment": None}, "this is no program"),
+      ({"more": 1}, "this is no program"),
+    ):
+      wrong = good | changes
+      answer = ask(server.address, token=under_test.TOKEN, program=wrong)
+      assert words in answer["refused"]
+
+
+def test_a_full_host_is_passed_over_and_the_rest_are_told_why(tmp_path):
+  file = under_test.token_file(tmp_path)
+  with under_test.listening(1) as one, under_test.listening(1) as other:
+    setting = addresses.KnownAddresses(
+      at=("127.0.0.1:1", one.address, other.address),
+      token_file=str(file),
+      place_s=1,
+    )
+    launcher = setting.open(tmp_path)
+    programs = [
+      under_test.scripted(tmp_path, f"waits {number}", WAITS)
+      for number in range(3)
+    ]
+    first, second = (launcher.start(program) for program in programs[:2])
+    for program in programs[:2]:
+      under_test.says(program, "here")
+    third = launcher.start(programs[2])
+    assert under_test.ended(third) == contract.NEVER_RAN
+    assert "no host has taken it in 1 s; " in third.reason
+    assert "127.0.0.1:1: [Errno 111] Connection refused" in third.reason
+    assert f"{other.address}: all 1 places are taken" in third.reason
+    first.kill()
+    under_test.ended(first)
+    # Its place is free again.
+    fourth = launcher.start(programs[0])
+    under_test.says(programs[0], "here\nhere")
+    assert (second.code(), fourth.code()) == (None, None)
+    launcher.close()
+
+
+def test_a_host_that_ends_takes_its_programs_along(tmp_path):
+  program = under_test.scripted(tmp_path, "waits", WAITS)
+  with under_test.listening() as server:
+    setting = addresses.KnownAddresses(
+      at=(server.address,), token_file=str(under_test.token_file(tmp_path))
+    )
+    launcher = setting.open(tmp_path)
+    process = launcher.start(program)
+    under_test.says(program, "here")
+  assert under_test.ended(process) != 0
+  launcher.close()

@@ -1,0 +1,56 @@
+"""Programs on a Ray of two raylets: places that cannot be had, hosts lost."""
+
+import os
+import signal
+
+import pytest
+
+from tests.helpers import backends_under_test as under_test
+
+WAITS = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+pytestmark = pytest.mark.process
+ray_cluster = pytest.importorskip("rl.backends.ray_cluster")
+pytest.importorskip("ray", reason="without ray, which `make backends` has")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+  with under_test.cluster(1, 2) as made:
+    yield made
+
+
+def test_a_place_that_cannot_be_had_is_refused_with_what_is_free(
+  cluster, tmp_path
+):
+  address, _ = cluster
+  setting = ray_cluster.Ray(
+    address=address, cpus=8, resources={"tpu": 4}, place_s=2
+  )
+  launcher = setting.open(tmp_path)
+  try:
+    program = under_test.scripted(tmp_path, "wide", "")
+    process = launcher.start(program)
+    assert under_test.ended(process) != 0
+    assert "no host has had CPU 8, tpu 4 free in 2 s; free now: " in (
+      process.reason
+    )
+    assert "CPU 1; " in process.reason
+    assert "CPU 2; lower it, or add a host" in process.reason
+  finally:
+    launcher.close()
+
+
+def test_a_program_whose_raylet_is_killed_is_lost_and_gone(cluster, tmp_path):
+  address, raylets = cluster
+  launcher = ray_cluster.Ray(address=address, cpus=2).open(tmp_path)
+  try:
+    program = under_test.scripted(tmp_path, "waits", WAITS)
+    process = launcher.start(program)
+    pid = int(under_test.says(program, "\n"))
+    # The second raylet alone has two cores.
+    os.kill(raylets[1], signal.SIGKILL)
+    assert under_test.ended(process) != 0
+    assert "Ray has lost it" in process.reason
+    assert under_test.is_gone(pid)
+  finally:
+    launcher.close()
