@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all soak fuzz lint docs interop agents sglang reasoning bfcl openenv trackers lock clean
+.PHONY: help setup train test test-slow test-all soak fuzz lint docs interop agents sglang reasoning bfcl openenv backends trackers lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -19,6 +19,7 @@ help:
 	@echo 'make reasoning  add reasoning-gym to .venv (takes a C compiler), run its tests'
 	@echo 'make bfcl    add bfcl-eval to .venv without its dependencies, run its tests'
 	@echo 'make openenv play a server of the package openenv, in an environment apart'
+	@echo 'make backends  run engines and sweeps by Ray and Slurm, in one apart'
 	@echo 'make trackers add the trackers to .venv, run their tests'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
@@ -138,6 +139,15 @@ openenv: .venv-openenv/ready
 	@TWINMESH_OPENENV=.venv-openenv/bin/python $(pytest) \
 	  tests/envs/suites/test_openenv.py $(ARGS)
 
+.venv-backends/ready: scripts/setup_backends.sh setup.py
+	@scripts/setup_backends.sh
+
+# Slow ones, too: runs whose workers and raylets are killed.
+backends: .venv/ready .venv-backends/ready
+	@.venv-backends/bin/python -m pytest tests/rl/backends \
+	  tests/claims/test_backends_run.py tests/launch/test_sweep.py \
+	  -k 'ray or slurm' $(ARGS)
+
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
 	@$(python) -m uv pip compile --quiet setup.py --universal \
@@ -146,5 +156,5 @@ lock: .venv/ready
 	  --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .pytest_cache .ruff_cache build dist site *.egg-info
+	@rm -rf .venv .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .venv-backends .pytest_cache .ruff_cache build dist site *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

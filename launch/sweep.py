@@ -1,12 +1,17 @@
 """Runs every variation of a config: python -m launch.sweep --config=FILE.
 
   python -m launch.sweep --config=FILE --workdir=DIR --parallel=2 --attempts=2
+  python -m launch.sweep --config=FILE --workdir=DIR --backend=slurm
   python -m launch.sweep --workdir=DIR --table
 
 The file's sweep() lists the overrides of each run. Every run is a process,
 `launch.train` with its own directory and log, so a failed run does not end the
 others. The same command continues a stopped sweep. Ctrl-C and SIGTERM stop
-every run at its next safe point; a second one ends them at once.
+every run at its next safe point; a second one ends them at once. When the sweep
+is killed, its runs stop as well.
+
+--backend starts the runs on other hosts, which have this checkout, and mount
+the disk of --workdir at the same path.
 
 --table compares the runs, also while they go on: it prints them, the best
 first, and writes compare.html with their curves. A sweep ends with that.
@@ -14,10 +19,10 @@ first, and writes compare.html with their curves. A sweep ends with that.
 
 import collections
 import dataclasses
+import os
 import pathlib
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +33,7 @@ from absl import flags as absl_flags
 from launch.cli import flags, workdir
 from launch.report import comparison
 from rl import experiment
+from rl.backends import contract
 from rl.settings import overrides as overrides_lib
 
 _WORKDIR = absl_flags.DEFINE_string(
@@ -54,6 +60,12 @@ _MEDIAN_EVERY = absl_flags.DEFINE_integer(
   "After every so many rounds, stop a run whose mean --metric so far is worse"
   " than the median of the others after as many.",
   lower_bound=1,
+)
+_BACKEND = absl_flags.DEFINE_string(
+  "backend",
+  "local",
+  "Starts the runs: local, addresses, slurm or ray, with fields as in"
+  " 'slurm(partition=a, gpus=1)'.",
 )
 _TABLE = absl_flags.DEFINE_bool(
   "table", False, "Only compare the runs that are in --workdir."
@@ -98,9 +110,11 @@ def main() -> None:
       )
     for run in runs:
       workdir.check_initial(run.directory, flags.load(path, run.overrides))
+    backend = flags.read_backend(_BACKEND.value)
+    launcher = backend.open(root / "backend")
   every = _MEDIAN_EVERY.value
   rule = None if every is None else MedianRule(every, metric, less)
-  sweep = Sweep(runs, _PARALLEL.value, _ATTEMPTS.value, rule)
+  sweep = Sweep(runs, _PARALLEL.value, _ATTEMPTS.value, rule, launcher)
   number = sweep.play()
   if number:
     sys.exit(128 + number)
@@ -153,35 +167,40 @@ class Run:
   failed: bool = False
   looked: int = 0
   due_s: float = 0.0
-  process: subprocess.Popen | None = None
+  process: contract.Started | None = None
 
   @property
   def is_stopped(self) -> bool:
     """True for a run that a rule has stopped, in this sweep or before."""
     return bool(comparison.note(self.directory))
 
-  def start(self) -> None:
+  def start(self, launcher: contract.Launcher) -> None:
     """Starts its process, or goes on from its newest checkpoint."""
     self.attempts += 1
     self.directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "launch.train", f"--config={self.path}"]
-    command += flags.arguments(self.overrides)
     settings = " ".join(f"{k}={v}" for k, v in self.overrides.items())
     print(f"{self.directory}: {settings}", flush=True)
-    with (self.directory / "log.txt").open("a") as log:
-      self.process = subprocess.Popen(
-        [*command, f"--workdir={self.directory}"],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C is for the sweep, which tells each run once.
-        start_new_session=True,
-      )
+    self.process = launcher.start(self.program())
+
+  def program(self) -> contract.Program:
+    """Returns what it runs, in the same directory on every host."""
+    return contract.Program(
+      name=self.directory.name,
+      module="launch.train",
+      arguments=(
+        f"--config={self.path}",
+        *flags.arguments(self.overrides),
+        f"--workdir={self.directory}",
+        "--end_with_stdin",
+      ),
+      directory=os.getcwd(),
+      log=self.directory / "log.txt",
+    )
 
   def signal(self, number: int) -> None:
     """Sends a signal, unless it has ended."""
-    if self.process is not None and self.process.poll() is None:
-      self.process.send_signal(number)
+    if self.process is not None:
+      self.process.signal(number)
 
 
 class MedianRule:
@@ -244,6 +263,7 @@ class Sweep:
   Args:
     attempts: starts of each run.
     rule: stops runs early; None lets all come to their end.
+    launcher: starts them; closed at the end of `play`.
   """
 
   def __init__(
@@ -252,11 +272,13 @@ class Sweep:
     parallel: int,
     attempts: int,
     rule: MedianRule | None,
+    launcher: contract.Launcher,
   ):
     self._runs = runs
     self._parallel = parallel
     self._attempts = attempts
     self._rule = rule
+    self._launcher = launcher
     self._waiting = collections.deque(r for r in runs if not r.is_stopped)
     self._active: list[Run] = []
     self._number = 0
@@ -270,20 +292,19 @@ class Sweep:
           if self._number:
             break
           self._active.append(self._waiting.popleft())
-          self._active[-1].start()
+          self._active[-1].start(self._launcher)
         time.sleep(_LOOK_S)
         for run in [*self._active]:
           self._look_at(run)
     finally:
-      for run in self._active:
-        run.signal(signal.SIGKILL)
+      self._launcher.close()
       for number, handler in before.items():
         signal.signal(number, handler)
     return self._number
 
   def _look_at(self, run: Run) -> None:
     assert run.process is not None
-    code = run.process.poll()
+    code = run.process.code()
     if code is None:
       self._measure(run)
       return
@@ -292,7 +313,8 @@ class Sweep:
       return
     again = code != _WRONG_SETTINGS and run.attempts < self._attempts
     outcome = "; it goes on" if again else ""
-    print(f"{run.directory}: failed with {code}, see log.txt{outcome}")
+    why = run.process.reason or "see log.txt"
+    print(f"{run.directory}: failed with {code}, {why}{outcome}", flush=True)
     if again:
       self._waiting.append(run)
     else:
@@ -312,7 +334,10 @@ class Sweep:
     del frame
     again, self._number = bool(self._number), number
     for run in self._active:
-      run.signal(signal.SIGKILL if again else signal.SIGINT)
+      if again and run.process is not None:
+        run.process.kill()
+      else:
+        run.signal(signal.SIGINT)
 
 
 if __name__ == "__main__":

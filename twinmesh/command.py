@@ -29,6 +29,7 @@ COMMANDS = {
   "manifest": ("launch.manifest", "prints a Kubernetes JobSet for a run"),
   "reward-server": ("launch.reward_server", "serves the rewards of a config"),
   "worker": ("launch.worker", "adds an engine to a run"),
+  "host": ("launch.host", "offers this host to runs and sweeps"),
 }
 """Module and summary of each command, in the order of a first hour."""
 _SHORT = {"eval": "evaluate"}

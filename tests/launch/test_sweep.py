@@ -2,9 +2,8 @@
 
 import json
 import os
+import pathlib
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +12,8 @@ import pytest
 from launch import sweep as sweep_lib
 from launch.cli import flags
 from launch.report import comparison
+from rl.backends import local
+from tests.helpers import backends_under_test as under_test
 from tests.helpers import commands
 
 SWEEP = """
@@ -92,13 +93,18 @@ def test_a_setting_that_the_sweep_sets_too_is_refused(tmp_path):
 class Scripted(sweep_lib.Run):
   """A run that is a script: it writes metrics, and ends as it is told."""
 
-  def start(self):
-    self.attempts += 1
-    self.directory.mkdir(parents=True, exist_ok=True)
-    self.process = subprocess.Popen(
-      [sys.executable, "-c", self.path, str(self.directory)],
-      start_new_session=True,
+  def program(self):
+    return under_test.scripted(
+      self.directory,
+      "script",
+      f"import sys; del sys.argv[1:3]\n{self.path}",
+      str(self.directory),
     )
+
+
+def play(runs, parallel, attempts, rule=None):
+  launcher = local.Local().open(pathlib.Path())
+  return sweep_lib.Sweep(runs, parallel, attempts, rule, launcher).play()
 
 
 def scripted(tmp_path, *scripts):
@@ -134,7 +140,7 @@ def test_a_run_that_fails_is_started_again(
   tmp_path, script, attempts, failed, starts
 ):
   (run,) = runs = scripted(tmp_path, script)
-  assert sweep_lib.Sweep(runs, 1, attempts, None).play() == 0
+  assert play(runs, 1, attempts) == 0
   assert (run.failed, run.attempts) == (failed, starts)
 
 
@@ -156,12 +162,43 @@ def test_a_signal_stops_what_runs_and_starts_nothing_more(
 
   threading.Thread(target=interrupt).start()
   began = time.monotonic()
-  assert sweep_lib.Sweep(runs, 2, 3, None).play() == signal.SIGINT
+  assert play(runs, 2, 3) == signal.SIGINT
   assert time.monotonic() < began + 30
   assert [run.attempts for run in runs] == [1, 1, 0]
   processes = [run.process for run in runs[:2]]
-  assert all(one and one.poll() is not None for one in processes)
+  assert all(one and one.code() is not None for one in processes)
   assert signal.getsignal(signal.SIGINT) is before
+
+
+TELLS_ITS_NUMBER = """
+import os
+print("pid", os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", under_test.EACH)
+def test_a_sweep_repeats_and_stops_runs_on_every_backend(tmp_path, name):
+  scripts = [FAILS_ONCE, TELLS_ITS_NUMBER, TELLS_ITS_NUMBER]
+  runs = scripted(tmp_path, *scripts)
+  programs = [run.program() for run in runs]
+  pids = []
+
+  def interrupt():
+    for program in programs[1:]:
+      pids.append(int(under_test.says(program, "\n").split()[1]))
+    while runs[0].attempts < 2:
+      time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+  threading.Thread(target=interrupt).start()
+  with under_test.up(name, tmp_path) as backend:
+    launcher = backend.open(tmp_path / "files")
+    sweep = sweep_lib.Sweep(runs, 3, 2, None, launcher)
+    assert sweep.play() == signal.SIGINT
+  assert [run.attempts for run in runs] == [2, 1, 1]
+  assert all(map(under_test.is_gone, pids))
 
 
 def write_metrics(directory, values):
@@ -203,12 +240,12 @@ def test_a_run_that_a_rule_stops_is_told_and_stays_so(tmp_path):
     write_metrics(run.directory, [value] * 4)
   rule = sweep_lib.MedianRule(2, "success", less=False)
   began = time.monotonic()
-  assert sweep_lib.Sweep(runs, 3, 2, rule).play() == 0
+  assert play(runs, 3, 2, rule) == 0
   assert time.monotonic() < began + 30
   assert not runs[0].failed
   assert comparison.note(runs[0].directory).startswith("stopped after round 4")
   again = scripted(tmp_path, WAITS, "", "")
-  sweep_lib.Sweep(again, 3, 2, rule).play()
+  play(again, 3, 2, rule)
   assert [run.attempts for run in again] == [0, 1, 1]
 
 
