@@ -6,6 +6,7 @@ a class of it, so it keeps the file as well:
   {"class": .., "algorithm": {"loss": {"class": "_config_mine.Spo"}},
    "config_files": {"_config_mine": {"path": "mine.py", "lines": [..]}}}
 
+The modules beside the file that it has imported are kept the same way.
 `read_json` runs what is kept, whatever has become of the file since, if
 `known_programs` knows it: like any program, it should come from somebody you
 trust.
@@ -13,9 +14,9 @@ trust.
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import inspect
-import linecache
 import pathlib
 import re
 import sys
@@ -24,13 +25,13 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launch.cli import known_programs
+from launch.cli import known_programs, modules_beside
 from models import untrusted_files
 from rl.settings import overrides, short_names
 
 _KEPT = known_programs.KEPT
 MAX_BYTES = 16 * untrusted_files.MIB
-_LINES = "__config_lines__"
+_LINES = modules_beside.LINES
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -45,9 +46,12 @@ def load(file: pathlib.Path) -> types.ModuleType:
   with blame(file):
     text = importlib.util.decode_source(file.read_bytes())
   name = short_names.CONFIG_FILE + re.sub(r"\W", "_", file.stem)
-  path = str(file.resolve())
+  path = file.resolve()
+  modules_beside.look_beside(path.parent)
   with blame(file):
-    return _run(name, path, text.splitlines(), path)
+    module = _run(name, str(path), text.splitlines(), str(path))
+  modules_beside.mark(path.parent)
+  return module
 
 
 def to_json(tree: Any) -> dict[str, Any]:
@@ -59,13 +63,15 @@ def to_json(tree: Any) -> dict[str, Any]:
   """
   kept = {}
   for cls in _classes(tree):
+    directory = modules_beside.directory_of(cls.__module__)
     if cls.__module__.startswith(short_names.CONFIG_FILE):
       module = _module_of(cls)
-      kept[module.__name__] = {
-        "path": module.__file__,
-        "lines": getattr(module, _LINES),
-      }
-  return overrides.to_json(tree) | ({_KEPT: kept} if kept else {})
+      directory = pathlib.Path(str(module.__file__)).parent
+      kept[module.__name__] = (module.__file__, getattr(module, _LINES))
+    if directory is not None:
+      kept |= modules_beside.mark(directory)
+  entries = {k: {"path": path, "lines": x} for k, (path, x) in kept.items()}
+  return overrides.to_json(tree) | ({_KEPT: entries} if entries else {})
 
 
 def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
@@ -87,9 +93,9 @@ def read_json(file: pathlib.Path, *, as_kept: bool = True) -> Any:
     if isinstance(data, dict):
       known_programs.check(data)
       data.pop(_KEPT, None)
-    for name, (path, lines) in checked.items():
-      if as_kept or name not in sys.modules:
-        _restore(file, name, path, lines)
+    if not as_kept:
+      checked = {k: v for k, v in checked.items() if k not in sys.modules}
+    _restore_all(file, checked)
     return _of_this_version(data)
   except overrides.SettingError as error:
     raise overrides.SettingError(f"{file}: {error}") from error
@@ -156,7 +162,7 @@ def _run(
   module = types.ModuleType(name)
   module.__file__ = path
   setattr(module, _LINES, lines)
-  code = compile("\n".join([*lines, ""]), source, "exec", dont_inherit=True)
+  code = modules_beside.compile_lines(lines, source)
   # Dataclasses of the file look their module up, and so does JSON.
   sys.modules[name] = module
   exec(code, vars(module))
@@ -177,16 +183,33 @@ def _checked(kept: Any) -> dict[str, tuple[str, list[str]]]:
     ) from None
 
 
+def _restore_all(
+  file: pathlib.Path, kept: Mapping[str, modules_beside.KeptLines]
+) -> None:
+  """Runs kept config files, after the modules that lay beside them."""
+  files = {k for k in kept if k.startswith(short_names.CONFIG_FILE)}
+  beside = {name: kept[name] for name in kept.keys() - files}
+  if modules_beside.forget_others(beside):
+    for name in files:
+      sys.modules.pop(name, None)
+  with modules_beside.finding(file, beside):
+    for name in sorted(beside):
+      path, lines = beside[name]
+      source = modules_beside.remember_lines(path, lines, file)
+      with blame(pathlib.Path(path), source):
+        importlib.import_module(name)
+    for name in sorted(files):
+      _restore(file, name, *kept[name])
+
+
 def _restore(
   file: pathlib.Path, name: str, path: str, lines: list[str]
 ) -> None:
   """Runs a kept config file as the module that its classes name."""
   if getattr(sys.modules.get(name), _LINES, None) == lines:
     return
-  source = f"{path} as kept in {file}"
   # Tracebacks show these lines, whatever the file holds by now.
-  numbered = [f"{line}\n" for line in lines]
-  linecache.cache[source] = (len(lines), None, numbered, source)
+  source = modules_beside.remember_lines(path, lines, file)
   with blame(pathlib.Path(path), source):
     _run(name, path, lines, source)
 

@@ -284,21 +284,22 @@ def test_a_class_inside_a_function_cannot_be_kept(file):
 def test_a_kept_file_that_fails_names_its_line_and_where_it_is_kept(
   file, tmp_path
 ):
-  helper = tmp_path / "own_helper.py"
+  helper = tmp_path / "elsewhere" / "own_helper.py"
+  helper.parent.mkdir()
   helper.write_text("SCALE = 2.0\n")
   file.write_text(
-    f"import sys\nsys.path.append({str(tmp_path)!r})\n"
+    f"import sys\nsys.path.append({str(helper.parent)!r})\n"
     "import own_helper\n" + OWN.replace("1.0", "own_helper.SCALE", 1)
   )
   workdir.claim(tmp_path / "run", flags.load(str(file))).close()
-  sys.path.remove(str(tmp_path))
+  sys.path.remove(str(helper.parent))
   for name in ("own_helper", "_config_my_own"):
     sys.modules.pop(name)
   helper.unlink()
   file.write_text("\n")
   with pytest.raises(overrides.SettingError) as error:
     workdir.read(tmp_path / "run")
-  sys.path.remove(str(tmp_path))
+  sys.path.remove(str(helper.parent))
   assert str(error.value) == (
     f"{tmp_path}/run/config.json: {file}:3: ModuleNotFoundError: No module "
     "named 'own_helper'\n  import own_helper"
