@@ -95,6 +95,7 @@ setuptools.setup(
     "configs": ["py.typed", "*.jsonl"],
     "launch.report": ["static/*"],
     "models.hf": ["tiny/*"],
+    "twinmesh": ["py.typed", "template/*.txt"],
   },
   cmdclass={"build_py": BuildWithMetrics},
   entry_points={"console_scripts": ["twinmesh = twinmesh.command:main"]},

@@ -14,6 +14,7 @@ import sys
 from twinmesh import top_packages
 
 COMMANDS = {
+  "new": ("twinmesh.new_project", "begins a project with a task of your own"),
   "try": ("launch.try_environment", "tries an environment without a model"),
   "train": ("launch.train", "trains an agent"),
   "status": ("launch.status", "tells what a run is doing"),

@@ -1,0 +1,63 @@
+"""Begins a project with a task of your own: twinmesh new NAME.
+
+NAME becomes a directory with a task, the config of a run that trains on it, and
+tests of both. All of it works before a line is changed.
+"""
+
+import argparse
+import pathlib
+import sys
+
+_TEMPLATE = pathlib.Path(__file__).with_name("template")
+_WRONG_USE = 2
+
+
+class NotNew(ValueError):
+  """A directory that a project would overwrite."""
+
+
+def main() -> None:
+  """Writes the project, and prints the commands that come next."""
+  parser = argparse.ArgumentParser(
+    prog="twinmesh new",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("name", metavar="NAME", help="directory; must be new")
+  directory = pathlib.Path(parser.parse_args().name)
+  try:
+    write(directory)
+  except (NotNew, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(_WRONG_USE)
+  print(
+    f"{directory} has a task, a config and tests. Next:\n"
+    f"  cd {directory}\n"
+    "  twinmesh try --config=config.py\n"
+    "  twinmesh train --config=config.py --workdir=runs/first"
+  )
+
+
+def write(directory: pathlib.Path) -> None:
+  """Writes a project into a directory that is new or empty.
+
+  Raises:
+    NotNew: it is a file, or holds something.
+    OSError: it cannot be written.
+  """
+  if directory.exists() and not directory.is_dir():
+    raise NotNew(f"{directory} is a file; choose another name")
+  if directory.is_dir() and (names := sorted(directory.iterdir())):
+    raise NotNew(
+      f"{directory} holds {names[0].name}; choose another name, or an empty "
+      "directory"
+    )
+  directory.mkdir(parents=True, exist_ok=True)
+  for file in sorted(_TEMPLATE.glob("*.txt")):
+    name = file.stem if "." in file.stem else f".{file.stem}"
+    text = file.read_text("utf-8").replace("NAME", directory.resolve().name)
+    (directory / name).write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+  main()
