@@ -175,11 +175,8 @@ def _check_output(output: str) -> None:
 
 
 def _check_gone(pids: set[int] | list[int]) -> None:
-  deadline_s = time.monotonic() + 10
-  while left := [pid for pid in pids if processes.runs(pid)]:
-    if time.monotonic() > deadline_s:
-      raise Broken(f"processes {left} outlived their run")
-    time.sleep(0.05)
+  if left := processes.outliving(pids):
+    raise Broken(f"processes {left} outlived their run")
 
 
 # Ways to hurt a run; each returns whether the run should end by itself.

@@ -377,6 +377,32 @@ class ScriptedEngine:
     self.abort(None)
 
 
+class UnstartableEngine(ScriptedEngine):
+  """A scripted engine whose start raises RuntimeError."""
+
+  async def start(
+    self,
+    params: Any,
+    version: int,
+    report: Callable[[str], None] = lambda text: None,
+  ) -> None:
+    """Raises, as an engine without memory does."""
+    raise RuntimeError("no memory")
+
+
+class HangingEngine(ScriptedEngine):
+  """A scripted engine whose start never ends."""
+
+  async def start(
+    self,
+    params: Any,
+    version: int,
+    report: Callable[[str], None] = lambda text: None,
+  ) -> None:
+    """Waits until it is cancelled."""
+    await asyncio.get_running_loop().create_future()
+
+
 def _top(
   tokens: Int32[np.ndarray, " t"],
   logprobs: Float32[np.ndarray, " t"],

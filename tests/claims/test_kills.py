@@ -29,14 +29,6 @@ def end(process) -> str:
   return output
 
 
-def check_gone(pids):
-  """Asserts that none of some processes is left after 10 s."""
-  deadline = time.monotonic() + 10
-  while left := [pid for pid in pids if processes.runs(pid)]:
-    assert time.monotonic() < deadline, f"{left} outlived their run"
-    time.sleep(0.05)
-
-
 def check_log(run_dir):
   verdict = log_check.of_run(run_dir)
   assert verdict.violations == []
@@ -70,7 +62,7 @@ def test_a_run_goes_on_whichever_engine_is_killed(tmp_path):
     processes.until(lambda: processes.rounds(tmp_path) > before + 3, process)
     left = processes.workers_of(process)
     end(process)
-  check_gone(left)
+  assert not processes.outliving(left)
   check_log(tmp_path)
   assert len(processes.events(tmp_path, "engine_lost")) == KILLS
 
@@ -96,7 +88,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path, name):
         time.sleep(0.1)
       process.kill()
       process.communicate()
-    check_gone(seen)
+    assert not processes.outliving(seen)
   finish(tmp_path, settings)
 
 
@@ -127,5 +119,5 @@ def test_a_killed_part_of_the_learner_ends_the_run_which_goes_on(tmp_path):
     assert process.returncode not in (0, -signal.SIGKILL), output
     assert "learner" in output
     assert "ended with code -9" in output
-    check_gone(seen)
+    assert not processes.outliving(seen)
   finish(tmp_path, settings)

@@ -47,6 +47,16 @@ def runs(pid) -> bool:
   return False
 
 
+def outliving(pids) -> list[int]:
+  """Returns those of some processes that still run after 10 s."""
+  deadline = time.monotonic() + 10
+  while left := [pid for pid in pids if runs(pid)]:
+    if time.monotonic() > deadline:
+      return left
+    time.sleep(0.05)
+  return []
+
+
 def events(run_dir, kind):
   """Returns the events of a kind in the log of a run."""
   log = event_log.LogFile(run_dir / "events.jsonl")

@@ -319,25 +319,14 @@ def test_a_guest_that_is_lost_has_left_and_its_sessions_move():
   ]
 
 
-class Broken(scripted_engine.ScriptedEngine):
-  """Does not start."""
-
-  async def start(self, params, version, report=print):
-    raise RuntimeError("no memory")
-
-
-class Hanging(scripted_engine.ScriptedEngine):
-  """Never ends to start."""
-
-  async def start(self, params, version, report=print):
-    await asyncio.get_running_loop().create_future()
-
-
 @pytest.mark.parametrize(
   ("kind", "why"),
   [
-    (Broken, "RuntimeError('no memory')"),
-    (Hanging, "it took longer than recovery.start_s=20 s"),
+    (scripted_engine.UnstartableEngine, "RuntimeError('no memory')"),
+    (
+      scripted_engine.HangingEngine,
+      "it took longer than recovery.start_s=20 s",
+    ),
   ],
 )
 def test_an_engine_that_does_not_start_has_never_been_there(kind, why):

@@ -149,20 +149,6 @@ def test_a_publish_that_finds_no_engine_is_served_by_the_one_that_comes():
   assert played.violations() == []
 
 
-class Broken(scripted_engine.ScriptedEngine):
-  """Does not start."""
-
-  async def start(self, params, version, report=print):
-    raise RuntimeError("no memory")
-
-
-class Hanging(scripted_engine.ScriptedEngine):
-  """Never ends to start."""
-
-  async def start(self, params, version, report=print):
-    await asyncio.get_running_loop().create_future()
-
-
 class Dying(scripted_engine.ScriptedEngine):
   """Starts, and stops at its first request."""
 
@@ -174,8 +160,16 @@ class Dying(scripted_engine.ScriptedEngine):
 @pytest.mark.parametrize(
   ("kind", "reason", "seconds"),
   [
-    (Broken, r"its restart raised RuntimeError\('no memory'\)", 7 + 3),
-    (Hanging, "its restart took longer than recovery.start_s=20 s", 7 + 3 * 20),
+    (
+      scripted_engine.UnstartableEngine,
+      r"its restart raised RuntimeError\('no memory'\)",
+      7 + 3,
+    ),
+    (
+      scripted_engine.HangingEngine,
+      "its restart took longer than recovery.start_s=20 s",
+      7 + 3 * 20,
+    ),
     (Dying, "the scripted engine was closed", 7 + 3),
   ],
 )
@@ -211,7 +205,7 @@ def test_an_engine_that_stops_again_and_again_is_given_up(
 def test_a_run_goes_on_without_an_engine_that_was_given_up():
   played = run(
     overlap.in_flight(4, 1, 2),
-    build_again=lambda: starting(Broken),
+    build_again=lambda: starting(scripted_engine.UnstartableEngine),
     disturb=lose(4.25),
   ).start()
   assert [e["engine"] for e in played.of("engine_given_up")] == [0]
