@@ -123,7 +123,7 @@ bfcl: .venv/bfcl
 # SQLAlchemy and alembic are the database that a tracker is tested with.
 .venv/trackers: .venv/ready
 	@$(python) -m pip install --no-input --quiet --editable '.[wandb,mlflow]' \
-	  sqlalchemy alembic --constraint requirements.lock
+	  sqlalchemy alembic --constraint .venv/pins
 	@touch $@
 
 trackers: .venv/trackers
