@@ -139,7 +139,7 @@ openenv: .venv-openenv/ready
 	@TWINMESH_OPENENV=.venv-openenv/bin/python $(pytest) \
 	  tests/envs/suites/test_openenv.py $(ARGS)
 
-.venv-backends/ready: scripts/setup_backends.sh setup.py
+.venv-backends/ready: .venv/ready scripts/setup_backends.sh setup.py
 	@scripts/setup_backends.sh
 
 # Slow ones, too: runs whose workers and raylets are killed.
