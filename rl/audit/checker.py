@@ -18,6 +18,7 @@ from rl.audit import (
   lifecycle,
   queue_invariants,
   round_invariants,
+  token_ledger,
 )
 from rl.schedule import overlap
 
@@ -41,18 +42,27 @@ class Checker:
   Args:
     schedule: its promises are checked.
     group_size: G.
+    ledger: built beside, for less than if it observed the log as well.
   """
 
-  def __init__(self, schedule: overlap.Overlap, group_size: int):
+  def __init__(
+    self,
+    schedule: overlap.Overlap,
+    group_size: int,
+    ledger: token_ledger.LedgerBuilder | None = None,
+  ):
     self._lifecycle = lifecycle.Lifecycle(
       group_size + schedule.redundancy.extra_members, self._check_attempt
     )
+    self._ledger = ledger
+    if ledger is not None:
+      ledger.follow(self._lifecycle)
     self._violations: list[str] = []
     self._num_violations = 0
     context = invariant.Context(schedule, group_size, self._report)
     self._invariants = [x(context) for x in _INVARIANTS if x.binds(schedule)]
     self._of_attempts = self._handlers("attempt_over")
-    self._of_unknown = self._handlers("event")
+    self._of_unknown = self._handlers("unknown", "event")
     self._of_kind = {k: self._handlers("event", k) for k in event_log.KINDS}
 
   @property
@@ -64,6 +74,8 @@ class Checker:
   def observe(self, event: event_log.Event) -> None:
     """Checks one event."""
     if misplaced := self._lifecycle.observe(event):
+      if self._ledger is not None:
+        self._ledger.note(event, misplaced)
       self._report(misplaced.violation)
     for handle in self._of_kind.get(event["kind"], self._of_unknown):
       handle(event)

@@ -28,15 +28,15 @@ class Invariant:
   memory does not grow with the log.
 
   Methods are called by name: `_on_KIND` with each event of that kind,
-  `_on_event` with every event, `_on_attempt_over` with each
-  `lifecycle.AttemptRecord` that is over.
+  `_on_event` with every event, `_on_unknown` with each of an unknown kind,
+  `_on_attempt_over` with each `lifecycle.AttemptRecord` that is over.
   """
 
   def __init__(self, context: Context):
     self.schedule, self.group_size, self.report = context
 
   def handler(self, key: str) -> Handler | None:
-    """Returns the method for a kind, "event" or "attempt_over", if any."""
+    """Returns the method `_on_KEY`, if there is one."""
     return getattr(self, f"_on_{key}", None)
 
   @staticmethod

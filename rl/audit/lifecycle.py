@@ -256,12 +256,14 @@ class Lifecycle:
 
   Args:
     launched: members of a group that are played, redundant ones included.
-    on_close: is given each attempt that is over.
+
+  Attributes:
+    on_close: each of them is given each attempt that is over.
   """
 
-  def __init__(self, launched: int, on_close: Callable[[AttemptRecord], None]):
+  def __init__(self, launched: int, *on_close: Callable[[AttemptRecord], None]):
     self._launched = launched
-    self._on_close = on_close
+    self.on_close = list(on_close)
     self._open: dict[tuple[int, int], AttemptRecord] = {}
     self._over: set[tuple[int, int]] = set()
     self._published = 0
@@ -283,6 +285,8 @@ class Lifecycle:
     attempt = self._open.get(place)
     if attempt is None:
       return self._begin(place, event)
+    if kind == "turn" and _take_turn(attempt, event):
+      return None
     if wrong := late(attempt, event):
       return Misplaced(_violation(attempt, event, wrong), ignored=True)
     wrong = early(attempt, event)
@@ -327,7 +331,9 @@ class Lifecycle:
 
   def _forget(self, place: tuple[int, int]) -> None:
     self._over.discard(place)
-    self._on_close(self._open.pop(place))
+    attempt = self._open.pop(place)
+    for handle in self.on_close:
+      handle(attempt)
 
   def _publish(self, version: int) -> None:
     self._version = version
@@ -349,6 +355,26 @@ def _violation(
   return f"{attempt}{where}: {event['kind']} {wrong}"
 
 
+def _take_turn(attempt: AttemptRecord, event: event_log.Event) -> bool:
+  """Applies a turn that is neither late nor early, as most events are."""
+  member = attempt.members.get(event["index"])
+  if member is None or member.over or attempt.dropped:
+    return False
+  first_t, before = member.first_t, member.number
+  if first_t is None or event["t"] < first_t:
+    return False
+  if event["number"] != (0 if before is None else before + 1):
+    return False
+  _count_turn(member, event)
+  return True
+
+
+def _count_turn(member: MemberRecord, event: event_log.Event) -> None:
+  member.number = event["number"]
+  member.num_turns += 1
+  member.turn_tokens += event["tokens"]
+
+
 def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
   kind = event["kind"]
   if kind not in event_log.OF_MEMBER:
@@ -363,9 +389,7 @@ def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
     member = attempt.members[event["index"]] = MemberRecord()
   match kind:  # Most are turns.
     case "turn":
-      member.number = event["number"]
-      member.num_turns += 1
-      member.turn_tokens += event["tokens"]
+      _count_turn(member, event)
     case "admitted":
       member.admitted_t = event["t"]
     case "continued":

@@ -173,8 +173,22 @@ class LedgerBuilder:
 
   def observe(self, event: event_log.Event) -> None:
     """Takes one event into account."""
-    misplaced = self._lifecycle.observe(event)
-    if misplaced and misplaced.ignored and event["kind"] in _MOVES:
+    if misplaced := self._lifecycle.observe(event):
+      self.note(event, misplaced)
+
+  def follow(self, other: lifecycle.Lifecycle) -> None:
+    """Takes the attempts of a lifecycle that someone else has observe a log.
+
+    Whoever does calls `note` in the place of `observe`, from the first event.
+    """
+    self._lifecycle = other
+    other.on_close.append(self._close)
+
+  def note(
+    self, event: event_log.Event, misplaced: lifecycle.Misplaced
+  ) -> None:
+    """Takes into account an event that breaks the order."""
+    if misplaced.ignored and event["kind"] in _MOVES:
       self._record(UNKNOWN, _stray(event))
 
   def by_source(self) -> dict[str, Ledger]:

@@ -167,16 +167,20 @@ class Router:
       EngineClosed: every engine has stopped, and none will come back.
       ValueError: no engine has the weights of its session.
     """
+    name, session = request.request_id, request.session
     asked_s = asyncio.get_running_loop().time()
-    with self._aborts.asking(request.request_id):
-      while await self._placed(request):
+    with self._aborts.asking(name):
+      while self._is_placed(name, session) or await self._placed(request):
         try:
           number = self._send(request)
+          engine = self._engines[number]
           try:
-            with self._watched(number):
-              answer = await self._engines[number].generate(request)
+            answer = await engine.generate(request)
             self._measure(request, number, answer)
             return answer
+          except contract.EngineClosed as error:
+            self._lose_that(number, engine, str(error))
+            raise
           finally:
             self._answered(request)
         except contract.EngineClosed:
@@ -218,7 +222,7 @@ class Router:
 
   def _answered(self, request: contract.DecodeRequest) -> None:
     self._table.answered(request.request_id)
-    if self._table.leaving:
+    if self._table.is_left:
       self._ended.fire()
 
   def _measure(
@@ -231,6 +235,12 @@ class Router:
     # Versions never decrease.
     version = int(answer.versions[-1]) if len(answer.versions) else -1
     self._table.measure(request.session, number, sample, version)
+
+  def _is_placed(self, name: str, session: str) -> bool:
+    """Returns True for a request that need not wait, as nearly all."""
+    if self._aborts.aborted(name) or self._table.all_lost:
+      return False
+    return not self._table.must_move(session)
 
   async def _placed(self, request: contract.DecodeRequest) -> bool:
     """Waits until a session has an engine; False: the request was aborted."""
@@ -254,7 +264,8 @@ class Router:
     assignment = self._table.send(request.request_id, request.session)
     if assignment is None:
       raise contract.EngineClosed(self._reason)
-    self._log_fallback(request.session, assignment)
+    if assignment.missed:
+      self._log_fallback(request.session, assignment)
     return assignment.engine
 
   def abort(self, request_id: str | None) -> None:

@@ -150,9 +150,9 @@ class RoutingTable:
     return self.of(*_SERVING)
 
   @property
-  def leaving(self) -> frozenset[int]:
-    """Engines that are to leave, and have not."""
-    return frozenset(self._leaving)
+  def is_left(self) -> bool:
+    """True while an engine is to leave, and has not."""
+    return bool(self._leaving)
 
   @property
   def _staying(self) -> Sequence[int]:

@@ -239,12 +239,11 @@ class _Guarded:
 
 def as_message(answer: tool_calls.Answer) -> base.Message:
   """Returns a parsed answer as a message of the agent."""
-  calls = [base.ToolCall(c.name, c.arguments, c.id) for c in answer.tool_calls]
+  calls = answer.tool_calls and tuple(
+    [base.ToolCall(c.name, c.arguments, c.id) for c in answer.tool_calls]
+  )
   return base.Message(
-    "assistant",
-    answer.content,
-    tuple(calls),
-    reasoning=answer.reasoning or None,
+    "assistant", answer.content, calls, answer.reasoning or None
   )
 
 

@@ -249,7 +249,8 @@ class MemberRequests:
     self.log_continued(self._turns)
     while answer.stop == "abort":
       self._open = request, answer
-      await self._hold.passed(self._key)
+      if self._hold.is_closed:
+        await self._hold.passed(self._key)
       if self._aborted:
         return answer
       answer = _joined(answer, await self._sample(_rest(request, answer)))
@@ -296,8 +297,9 @@ class MemberRequests:
     return asyncio.get_running_loop().time()
 
   def _tracked(self, request: contract.DecodeRequest) -> watchdog_lib.Listed:
-    return watchdog_lib.track(
-      self._watchdog,
+    if self._watchdog is None:
+      return watchdog_lib.UNLISTED
+    return self._watchdog.track(
       owner=f"episode {request.session}",
       what="an answer of the engine",
       deadline_s=self._progress_timeout_s,

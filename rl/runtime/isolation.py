@@ -1,13 +1,14 @@
 """Guarded calls of user code: in time and checked, or a Fault.
 
 guarded: call -> _run in its own task -> under a deadline -> check -> value
-                                           |
-                                           +-- too late -> _leave_behind
+                   |                       |
+                   +-- a future: no task   +-- too late -> _leave_behind
 """
 
 import asyncio
 import contextlib
 import ctypes
+import functools
 import json
 import numbers
 import reprlib
@@ -55,9 +56,10 @@ async def guarded(
 ) -> _T:
   """Returns the checked result of user code, or raises Fault.
 
-  The call has a task of its own, which begins at once. A call that is late, or
-  whose caller is cancelled, is cancelled and left behind: waiting for it would
-  let code that catches its cancellation overrun the deadline.
+  The call has a task of its own, which begins at once and, when the call gives
+  a plain future of this loop, ends at once too. A call that is late, or whose
+  caller is cancelled, is cancelled and left behind: waiting for it would let
+  code that catches its cancellation overrun the deadline.
 
   Args:
     call: makes the awaitable; it may raise or return nonsense too.
@@ -70,38 +72,73 @@ async def guarded(
   loop = asyncio.get_running_loop()
   due_s = loop.time() + deadline_s
   answer: asyncio.Future[_Outcome | None] = loop.create_future()
-  with watchdog_lib.track(
-    watchdog, owner=owner, what=what + of, deadline_s=deadline_s
+  with (
+    watchdog_lib.UNLISTED
+    if watchdog is None
+    else watchdog.track(owner=owner, what=what + of, deadline_s=deadline_s)
   ):
-    work = asyncio.Task(_run(call, answer), loop=loop, **_EAGER)
+    given: list[asyncio.Future[Any]] = []
+    work = asyncio.Task(_run(call, answer, given), loop=loop, **_EAGER)
     if not answer.done():
       timer = loop.call_at(due_s, _give, answer, None)
       try:
         await answer
       finally:
         timer.cancel()
-        if not work.done():
-          _leave_behind(work, set() if late is None else late)
+        for one in (work, *given):
+          if not one.done():
+            _leave_behind(one, set() if late is None else late)
   outcome = answer.result()
   if outcome is None:
     raise Fault(f"{what} took over {deadline_s:g} s")
   value, error = outcome
   if error is not None:
     raise Fault(f"{what} raised {reason(error)}") from error
-  return contained(check, f"{what} returned what", value)
+  try:
+    return check(value)
+  except (KeyboardInterrupt, Fault):
+    raise
+  except BaseException as error:
+    raise Fault(f"{what} returned what raised {reason(error)}") from error
 
 
 async def _run(
-  call: Callable[[], Awaitable[Any]], answer: asyncio.Future[_Outcome | None]
+  call: Callable[[], Awaitable[Any]],
+  answer: asyncio.Future[_Outcome | None],
+  given: list[asyncio.Future[Any]],
 ) -> None:
   """Gives the value of a call and None, or None and its exception.
 
   Caught here, since asyncio ends the loop when a task raises SystemExit.
+
+  Args:
+    given: gets the future that the call gives, if that gives the value later.
   """
   try:
-    _give(answer, (await call(), None))
+    work = call()
+    if _is_pending(work, answer.get_loop()):
+      given.append(work)
+      work.add_done_callback(functools.partial(_give_result, answer))
+    else:
+      _give(answer, (await work, None))
   except KeyboardInterrupt:
     raise
+  except BaseException as error:
+    _give(answer, (None, error))
+
+
+def _is_pending(work: Any, loop: asyncio.AbstractEventLoop) -> bool:
+  """Returns True for a future to wait for; a subclass may do anything."""
+  is_future = type(work) is asyncio.Future
+  return is_future and work.get_loop() is loop and not work.done()
+
+
+def _give_result(
+  answer: asyncio.Future[_Outcome | None], work: asyncio.Future[Any]
+) -> None:
+  """Gives the outcome of a future that is done."""
+  try:
+    _give(answer, (work.result(), None))
   except BaseException as error:
     _give(answer, (None, error))
 
@@ -115,13 +152,14 @@ def _give(
 
 
 def _leave_behind(
-  work: asyncio.Task[Any], late: set[asyncio.Task[Any]]
+  work: asyncio.Future[Any], late: set[asyncio.Task[Any]]
 ) -> None:
   """Cancels a call that nobody waits for any more."""
-  late.add(work)
-  work.add_done_callback(late.discard)
   work.cancel()
-  detach_task(work)
+  if isinstance(work, asyncio.Task):  # A future ends as it is cancelled.
+    late.add(work)
+    work.add_done_callback(late.discard)
+    detach_task(work)
 
 
 def detach_task(task: asyncio.Task[Any]) -> None:

@@ -8,12 +8,14 @@ does not wait for them.
 """
 
 import asyncio
+import collections
 import contextvars
 import heapq
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_Entry = tuple[float, asyncio.TimerHandle]
 
 _NUM_NAMED = 8
 _FEW_TIMERS = 100
@@ -74,8 +76,11 @@ class EventLoop(asyncio.SelectorEventLoop):
     super().__init__()
     self._now_s = 0.0
     self.jumps = 0
-    # Timers with their times first, which compare without running Python.
-    self._timers: list[tuple[float, asyncio.TimerHandle]] = []
+    # Timers with their times first, which compare without running Python: a
+    # heap and, sorted, those that were later than all before them. Such are
+    # deadlines, which are many, and mostly cancelled.
+    self._timers: list[_Entry] = []
+    self._last_timers: collections.deque[_Entry] = collections.deque()
     self._timer_cancelled_count = 0
     # asyncio asks at every callback; a call of a builtin costs next to nothing.
     loop: Any = self
@@ -94,7 +99,11 @@ class EventLoop(asyncio.SelectorEventLoop):
   ) -> asyncio.TimerHandle:
     """Returns the timer of a callback; see `asyncio.AbstractEventLoop`."""
     timer = _Timer(when, callback, args, self, context)
-    heapq.heappush(self._timers, (when, timer))
+    last = self._last_timers
+    if not last or when >= last[-1][0]:
+      last.append((when, timer))
+    else:
+      heapq.heappush(self._timers, (when, timer))
     return timer
 
   def call_soon(
@@ -117,7 +126,7 @@ class EventLoop(asyncio.SelectorEventLoop):
     `isolation.TESTED_PYTHONS` stands for.
     """
     loop: Any = self
-    timers, ready = self._timers, loop._ready
+    timers, last, ready = self._timers, self._last_timers, loop._ready
     while True:
       if not ready and not loop._stopping:
         self._jump()
@@ -126,40 +135,67 @@ class EventLoop(asyncio.SelectorEventLoop):
         _, timer = heapq.heappop(timers)
         timer._scheduled = False
         ready.append(timer)
+      while last and last[0][0] < due_s:
+        _, timer = last.popleft()
+        timer._scheduled = False
+        ready.append(timer)
       # No more than these: callbacks that they add come after the next timers.
       for _ in range(len(ready)):
         handle = ready.popleft()
-        if not handle._cancelled:
-          handle._run()
+        if handle._cancelled:
+          continue
+        try:
+          handle._context.run(handle._callback, *handle._args)
+        except (SystemExit, KeyboardInterrupt):
+          raise
+        except BaseException as error:
+          _report(self, handle, error)
       if loop._stopping:
         return
 
   def _jump(self) -> None:
     """Sets the clock to the next timer."""
-    timers, num = self._timers, len(self._timers)
+    timers, last = self._timers, self._last_timers
+    num = len(timers) + len(last)
     if self._timer_cancelled_count > 0.5 * num and num > _FEW_TIMERS:
       self._forget_cancelled()
     while timers and timers[0][1]._cancelled:
       self._timer_cancelled_count -= 1
       heapq.heappop(timers)[1]._scheduled = False
-    if not timers:
+    while last and last[0][1]._cancelled:
+      self._timer_cancelled_count -= 1
+      last.popleft()[1]._scheduled = False
+    if not timers and not last:
       raise Deadlock(_describe(self))
-    when_s = timers[0][0]
+    when_s = timers[0][0] if timers else last[0][0]
+    if last and last[0][0] < when_s:
+      when_s = last[0][0]
     if when_s > self._now_s:
       self._now_s += when_s - self._now_s
       self.jumps += 1
 
   def _forget_cancelled(self) -> None:
     """Drops cancelled timers, which are the most."""
-    kept = []
-    for entry in self._timers:
-      if entry[1]._cancelled:
-        entry[1]._scheduled = False
-      else:
-        kept.append(entry)
-    heapq.heapify(kept)
-    self._timers[:] = kept
+    for timers in (self._timers, self._last_timers):
+      kept = []
+      for entry in timers:
+        if entry[1]._cancelled:
+          entry[1]._scheduled = False
+        else:
+          kept.append(entry)
+      timers.clear()
+      timers.extend(kept)
+    heapq.heapify(self._timers)
     self._timer_cancelled_count = 0
+
+
+def _report(
+  loop: EventLoop, handle: asyncio.Handle, error: BaseException
+) -> None:
+  """Hands the exception of a callback to the loop, as asyncio does."""
+  message = f"Exception in callback {handle!r}"
+  context = {"message": message, "exception": error, "handle": handle}
+  loop.call_exception_handler(context)
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 Listed = contextlib.AbstractContextManager[None]
-_UNLISTED = contextlib.nullcontext()
+UNLISTED = contextlib.nullcontext()
+"""A wait that nobody lists."""
 _DEPTH = 8
 """Innermost calls of a stack that are told."""
 # Where threads of a pool, or of a mesh, stand while they have nothing to do.
@@ -126,7 +127,7 @@ def track(
 ) -> Listed:
   """Lists the body of a `with` as `Watchdog.track` does, if there is one."""
   if watchdog is None:
-    return _UNLISTED
+    return UNLISTED
   return watchdog.track(owner=owner, what=what, deadline_s=deadline_s)
 
 

@@ -354,13 +354,9 @@ class _Run:
     self.num_events = self.num_turns = 0
     self.ledger = token_ledger.LedgerBuilder()
     self.checker = checker.Checker(
-      settings.overlap, settings.rollout.group_size
+      settings.overlap, settings.rollout.group_size, self.ledger
     )
-    self.log.listeners += [
-      self._listen,
-      self.ledger.observe,
-      self.checker.observe,
-    ]
+    self.log.listeners += [self._listen, self.checker.observe]
     self.spans = trace.Trace(run_dir and run_dir / "spans.jsonl", clock=clock)
     self.world = world
     self.tasks = prompts.Prompts(self.world, settings.seed, pool=_POOL_TASKS)

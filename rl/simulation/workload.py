@@ -181,8 +181,8 @@ class Draws:
     Each alone is uniform, so a quantile of it keeps its distribution.
     """
     together, alone = self._weights
-    own = normal(
-      self._seed, self._source, number, member.task, member.number, turn
+    own = _NORMAL.inv_cdf(
+      uniform(self._seed, self._source, number, *member, turn)
     )
     shared = self._shared(number, member.task) if together else 0.0
     mixed = together * shared + alone * own

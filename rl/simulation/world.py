@@ -9,7 +9,8 @@ environment whatever the order of events.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ class World:
     self, messages: Sequence[base.Message], answer_ended: bool = True
   ) -> Int32[np.ndarray, " P"]:
     """Returns as many ids as the messages say."""
-    count = sum([_numbers(message)[0] for message in messages])
+    count = sum([_count(message.content) for message in messages])
     return simulated_engine.constant(0, count, np.int32)
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -247,15 +248,39 @@ class _Environment:
     ids = self._draws.of_task("prompt_tokens", self._member.task)
     return [base.Message("user", f"{max(1, round(ids))} {self._play}")]
 
-  async def step(self, answer: base.Message) -> base.Step:
+  def step(self, answer: base.Message) -> Awaitable[base.Step]:
     turn, self._steps = self._steps, self._steps + 1
-    await self._wait(self._draws.of_turn("step_s", self._member, turn))
+    seconds = self._draws.of_turn("step_s", self._member, turn)
+    if self._place is not None:
+      return self._step_there(seconds, turn)
+    # A future costs less than a task that sleeps, and these are most waits.
+    loop = asyncio.get_running_loop()
+    reply: asyncio.Future[base.Step] = loop.create_future()
+    if seconds > 0:
+      loop.call_at(loop.time() + seconds, self._give, reply, turn)
+    else:
+      self._give(reply, turn)
+    return reply
+
+  async def _step_there(self, seconds: float, turn: int) -> base.Step:
+    await self._wait(seconds)
+    return self._reply(turn)
+
+  def _give(self, reply: asyncio.Future[base.Step], turn: int) -> None:
+    if reply.done():  # It was cancelled.
+      return
+    try:
+      reply.set_result(self._reply(turn))
+    except OSError as error:
+      reply.set_exception(error)
+
+  def _reply(self, turn: int) -> base.Step:
     if self._draws.faulty("step", self._member, turn):
       raise OSError("a simulated environment broke")
     if self._steps == self._left:
       return base.Step([], 0.0, True)
     ids = self._draws.count("reply_tokens", self._member, turn)
-    return base.Step([base.Message("user", f"{ids}")], 0.0, False)
+    return base.Step([_message(ids)], 0.0, False)
 
   async def close(self) -> None:
     if self._hosts and self._place:
@@ -271,6 +296,18 @@ class _Environment:
 async def _wait(seconds: float) -> None:
   if seconds > 0:
     await asyncio.sleep(seconds)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _message(ids: int) -> base.Message:
+  """Returns a reply of so many ids."""
+  return base.Message("user", f"{ids}")
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _count(content: str) -> int:
+  """Returns the count of ids of a reply."""
+  return int(content)
 
 
 def _numbers(message: base.Message) -> list[int]:

@@ -28,6 +28,25 @@ def test_a_run_that_was_cut_off_has_no_violation(name, share):
   assert logs.broken(log[: len(log) * share // 100], logs.SCHEDULES[name]) == []
 
 
+@pytest.mark.parametrize("name", logs.SCHEDULES)
+@pytest.mark.parametrize("broken", [False, True], ids=["whole", "broken"])
+def test_a_ledger_beside_a_checker_is_that_of_the_log(name, broken):
+  log = logs.run(logs.SCHEDULES[name], rounds=4)
+  if broken:  # Two events are misplaced: one twice, one without a beginning.
+    log = logs.without([*log, log[-1]], "submitted")
+    log.insert(60, log[59])
+  beside = token_ledger.LedgerBuilder()
+  checker = checker_lib.Checker(
+    logs.SCHEDULES[name], logs.GROUP_SIZE, ledger=beside
+  )
+  for event in log:
+    checker.observe(event)
+  assert beside.by_source() == token_ledger.build(log).by_source()
+  alone = checker_lib.violations(log, logs.SCHEDULES[name], logs.GROUP_SIZE)
+  assert checker.finish() == alone
+  assert bool(alone) == broken
+
+
 def test_a_dropped_attempt_is_followed_by_another():
   # Two updates of one group: the log is that of an unfinished round.
   log = [e for e in logs.retried(logs.DROP, "stale") if e["kind"] != "update"]

@@ -145,6 +145,41 @@ def test_the_internals_are_those_of_every_python_that_setup_allows():
   assert f'python_requires="{allowed}"' in text
 
 
+@pytest.mark.parametrize(
+  ("end", "expected"),
+  [
+    (lambda future: future.set_result(3), 3),
+    (lambda future: future.set_exception(OSError("no")), "step raised OSError"),
+    (lambda future: future.cancel(), "step raised CancelledError"),
+  ],
+  ids=["result", "error", "cancelled"],
+)
+def test_a_plain_future_is_waited_for_without_a_task(end, expected):
+  async def run():
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+    loop.call_later(2.0, end, future)
+    loop.call_later(1.0, lambda: tasks.append(len(asyncio.all_tasks())))
+    try:
+      return await isolation.guarded(lambda: future, 5.0, "step")
+    except isolation.Fault as fault:
+      return str(fault)[: len(str(expected))]
+
+  tasks = []
+  assert virtual_clock.run(run()) == expected
+  assert tasks == [1]
+
+
+def test_a_plain_future_that_is_late_is_cancelled():
+  async def run():
+    future, late = asyncio.get_running_loop().create_future(), set()
+    with pytest.raises(isolation.Fault, match=r"step took over 2 s"):
+      await isolation.guarded(lambda: future, 2.0, "step", late=late)
+    return future.cancelled(), late
+
+  assert virtual_clock.run(run()) == (True, set())
+
+
 def test_who_is_cancelled_does_not_wait_for_a_call_that_goes_on():
   stubborn, late = Stubborn(2), set()
 

@@ -53,6 +53,41 @@ def test_what_is_ready_runs_before_time_passes():
   assert virtual_clock.run(main()) == [0.0]
 
 
+def test_deadlines_that_were_cancelled_leave_the_order_of_the_rest():
+  fired = []
+
+  async def main():
+    loop = asyncio.get_running_loop()
+    # Each a second apart: due at 1000, 1001, ... and at 10, 11, ...
+    for number in range(300):
+      late = loop.call_later(1000.0, fired.append, loop.time())
+      loop.call_later(10.0, fired.append, loop.time())
+      if number % 100:
+        late.cancel()
+      await asyncio.sleep(1.0)
+    await asyncio.sleep(2000.0)
+
+  virtual_clock.run(main())
+  # Of every second all short ones, then the late ones of 0, 100 and 200 s.
+  assert fired == pytest.approx([*range(300), 0, 100, 200])
+
+
+def test_a_callback_that_fails_is_reported_and_the_loop_goes_on():
+  reported = []
+
+  async def main():
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, what: reported.append(what))
+    loop.call_soon(int, "nonsense")
+    await asyncio.sleep(1.0)
+    return now()
+
+  assert virtual_clock.run(main()) == pytest.approx(1.0)
+  (what,) = reported
+  assert isinstance(what["exception"], ValueError)
+  assert "int" in what["message"]
+
+
 def test_a_timeout_passes_in_virtual_time():
   async def main():
     with pytest.raises(TimeoutError):
