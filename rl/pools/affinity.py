@@ -125,13 +125,15 @@ def sample(
   request: contract.DecodeRequest, answer: contract.Completion
 ) -> Sample:
   """Returns the sample of one request."""
-  if not len(answer.tokens):
+  sampled = len(answer.tokens)
+  if not sampled:
     return Sample()
+  first_s = answer.first_token_s
   # The wait for a slot is the load of the engine, and not its speed.
-  prefill_s = max(0.0, answer.first_token_s - answer.queue_s)
+  prefill_s = max(0.0, first_s - answer.queue_s)
   encoded = float(len(request.tokens) - answer.cached_tokens)
-  decode_s = max(0.0, answer.decode_s - answer.first_token_s)
-  return Sample(prefill_s, encoded, decode_s, float(len(answer.tokens)))
+  decode_s = max(0.0, answer.decode_s - first_s)
+  return Sample(prefill_s, encoded, decode_s, float(sampled))
 
 
 @dataclasses.dataclass(eq=False)

@@ -253,7 +253,11 @@ class MemberRequests:
         await self._hold.passed(self._key)
       if self._aborted:
         return answer
-      answer = _joined(answer, await self._sample(_rest(request, answer)))
+      if len(answer.tokens):
+        rest = await self._sample(_rest(request, answer))
+        answer = _joined(answer, rest)
+      else:
+        answer = await self._sample(request)
       if not self._hold.is_closed or self._aborted:
         break
     self._open = request, answer
@@ -368,8 +372,6 @@ def _rest(
   request: contract.DecodeRequest, answer: contract.Completion
 ) -> contract.DecodeRequest:
   """Returns the request for the rest of an answer."""
-  if not len(answer.tokens):
-    return request
   return dataclasses.replace(
     request,
     tokens=np.concatenate([request.tokens, answer.tokens]),
@@ -381,8 +383,6 @@ def _joined(
   first: contract.Completion, rest: contract.Completion
 ) -> contract.Completion:
   """Returns an answer that was sampled in two pieces."""
-  if not len(first.tokens):
-    return rest
   return dataclasses.replace(
     rest,
     tokens=np.concatenate([first.tokens, rest.tokens]),

@@ -195,6 +195,13 @@ def checked_messages(messages: object, what: str) -> list[base.Message]:
   else:
     said = contained(list, f"{what} returned messages, which", messages)
   for message in said:
+    if (
+      type(message) is base.Message
+      and type(message.content) is str
+      and type(message.role) is str
+      and message.role in _ROLES
+    ):
+      continue  # The common case.
     if not isinstance(message, base.Message):
       raise Fault(f"{what} returned {_kind(message)} in place of a Message")
     texts = isinstance(message.role, str) and isinstance(message.content, str)

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _Entry = tuple[float, asyncio.TimerHandle]
 
 _NUM_NAMED = 8
-_FEW_TIMERS = 100
+_FEW_CANCELLED = 50
 # Timers this close fall together, in seconds. It must stay above the rounding
 # of time(): 1e-7 lasts for 25 years.
 _RESOLUTION_S = 1e-7
@@ -156,8 +156,10 @@ class EventLoop(asyncio.SelectorEventLoop):
   def _jump(self) -> None:
     """Sets the clock to the next timer."""
     timers, last = self._timers, self._last_timers
-    num = len(timers) + len(last)
-    if self._timer_cancelled_count > 0.5 * num and num > _FEW_TIMERS:
+    cancelled = self._timer_cancelled_count
+    if cancelled > _FEW_CANCELLED and cancelled > 0.5 * (
+      len(timers) + len(last)
+    ):
       self._forget_cancelled()
     while timers and timers[0][1]._cancelled:
       self._timer_cancelled_count -= 1

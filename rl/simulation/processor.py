@@ -183,7 +183,8 @@ class Processor:
     passed_s = now_s - self.now_s
     if passed_s <= 0:
       return
-    state = self._state()
+    decodes = self.decoding and not self._stands  # Nearly always.
+    state = "decode" if decodes else self._state()
     if state != self._activity:
       self.states.append((self.now_s, state))
       self._activity = state
