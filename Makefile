@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all soak fuzz lint docs interop agents sglang reasoning bfcl openenv backends trackers lock clean
+.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs interop agents sglang reasoning bfcl openenv backends trackers lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -22,6 +22,7 @@ help:
 	@echo 'make backends  run engines and sweeps by Ray and Slurm, in one apart'
 	@echo 'make trackers add the trackers to .venv, run their tests'
 	@echo 'make setup   make .venv; the commands above do so when needed'
+	@echo 'make audit   ask for known vulnerabilities of what is locked'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
 	@echo 'make clean   remove environments and caches, keep runs/'
 	@echo
@@ -73,6 +74,15 @@ docs: .venv/ready
 	@$(python) -m scripts.make_docs --check
 	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
 	@echo site/index.html
+
+# Apart: it needs other versions of packages than those that it audits.
+.venv-audit/ready:
+	@python=$$(scripts/find_python.sh) && $$python -m venv $(@D) && \
+	  $(@D)/bin/python -m pip install --no-input --quiet 'pip-audit>=2.9'
+	@touch $@
+
+audit: .venv/ready .venv-audit/ready
+	@$(python) -m scripts.audit .venv-audit/bin/pip-audit
 
 .venv-interop/ready: scripts/setup_interop.sh
 	@scripts/setup_interop.sh
@@ -156,5 +166,5 @@ lock: .venv/ready
 	  --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .venv-backends .pytest_cache .ruff_cache build dist site *.egg-info
+	@rm -rf .venv .venv-audit .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .venv-backends .pytest_cache .ruff_cache build dist site *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

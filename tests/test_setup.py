@@ -10,6 +10,8 @@ import sys
 import pytest
 from packaging import requirements, utils
 
+from scripts import audit, make_docs_licences
+
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
 
@@ -146,6 +148,7 @@ esac"""
 def set_up(tmp_path):
   """Returns a function that runs set-up in a checkout without an .venv."""
   shutil.copytree(SCRIPTS, tmp_path / "scripts")
+  (tmp_path / "requirements.lock").touch()
   python = program(tmp_path / "python", FAST_PYTHON)
   return lambda: subprocess.run(
     ["/bin/sh", tmp_path / "scripts/setup.sh"],
@@ -217,6 +220,77 @@ def twinmesh():
     return importlib.metadata.distribution("twinmesh").name
   except importlib.metadata.PackageNotFoundError:
     pytest.skip("twinmesh is not installed; make test installs it")
+
+
+def test_every_file_that_is_installed_has_a_hash():
+  text = (ROOT / "requirements.lock").read_text()
+  # A package, its hashes, and a comment: where it comes from.
+  entries = re.split(r"^(?=[a-z])", text, flags=re.MULTILINE)[1:]
+  assert len(entries) == sum(map(len, pins().values()))
+  for entry in entries:
+    hashes = re.findall(r"^ +--hash=sha256:[0-9a-f]{64}( \\)?$", entry, re.M)
+    assert hashes, entry
+
+
+@pytest.mark.process
+def test_versions_without_hashes_are_kept_for_what_is_added(set_up, tmp_path):
+  lock = "a-b==1.0 ; sys_platform != 'win32' \\\n    --hash=sha256:00\n"
+  (tmp_path / "requirements.lock").write_text(f"# by hand\n{lock}    # via c\n")
+  assert set_up().returncode == 0
+  kept = (tmp_path / ".venv/pins").read_text()
+  assert kept == "a-b==1.0 ; sys_platform != 'win32'\n"
+
+
+@pytest.mark.parametrize(
+  ("expression", "text", "classifiers", "licence"),
+  [
+    ("MIT", "BSD", ["License :: OSI Approved :: BSD License"], "MIT"),
+    (
+      None,
+      "Apache 2.0",
+      ["License :: OSI Approved", "License :: OSI Approved :: BSD License"],
+      "BSD License",
+    ),
+    (None, "Apache 2.0\n\nAll of its text ...", [], "Apache 2.0"),
+    (None, "x" * 61, ["Topic :: Games"], "unknown"),
+    (None, None, [], "unknown"),
+  ],
+)
+def test_a_licence_is_read_where_it_is_most_exact(
+  expression, text, classifiers, licence
+):
+  found = make_docs_licences.of_metadata(expression, text, classifiers)
+  assert found == licence
+
+
+def test_the_licence_of_every_package_is_known_and_few_bind_what_uses_them():
+  found = dict(make_docs_licences.listed())
+  assert found.keys() == pins().keys()
+  assert "unknown" not in found.values()
+  # Of textarena's game of chess, and of what shows the grids of gymnasium: no
+  # run loads them unless it plays these.
+  bound = {name for name, licence in found.items() if "General" in licence}
+  assert bound == {"chess", "pygame-ce"}
+
+
+def test_a_report_of_vulnerabilities_says_what_was_audited():
+  unknown = {"name": "a", "skip_reason": "not found"}
+  sound = {"name": "b", "version": "1.0", "vulns": []}
+  flaw = {"id": "CVE-1", "fix_versions": ["1.1"]}
+  bad = {"name": "c", "version": "1.0", "vulns": [flaw]}
+  text, is_bad = audit.told({"dependencies": [unknown, sound, bad]})
+  assert text.splitlines() == [
+    "2 of 3 packages audited",
+    "c 1.0: CVE-1, fixed by 1.1",
+  ]
+  assert is_bad
+  assert audit.told({"dependencies": [unknown, sound]}) == (
+    "1 of 2 packages audited",
+    False,
+  )
+  text, is_bad = audit.told({"dependencies": [unknown]})
+  assert "None of 1 packages is known" in text
+  assert not is_bad
 
 
 def test_the_lock_pins_versions_and_nothing_else():
