@@ -46,6 +46,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # The programs of test runs are known to other tests, and not to the user.
 os.environ["XDG_STATE_HOME"] = str(_caches / "state")
 
+# What `make fuzz` has found, and not in the checkout.
+os.environ.setdefault(
+  "HYPOTHESIS_STORAGE_DIRECTORY", str(_caches / "hypothesis")
+)
+
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
   sys.dont_write_bytecode = False
   sys.pycache_prefix = os.environ.setdefault(

@@ -1,13 +1,18 @@
 """Sessions by name: opened, finished once, ended when there are too many."""
 
+import contextlib
+
 import numpy as np
 import pytest
+from hypothesis import stateful
+from hypothesis import strategies as st
 
 from envs import base
 from models.chat import word_chat
 from rl.agents import session_tree, sessions
 from rl.data import trajectory
 from rl.engine import contract
+from tests.helpers import searches
 
 CHAT = word_chat.WordChat(("go", "yes"))
 DONE = session_tree.Ending(reward=1.0)
@@ -218,3 +223,114 @@ def test_the_bytes_of_sessions_are_bounded():
     some.open("d")
   some.finish("d", DONE)
   assert some.num_bytes == 2 * size
+
+
+class _Server(stateful.RuleBasedStateMachine):
+  """Sessions of two owners under all bounds, and a model of what is open."""
+
+  NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
+  OWNERS = st.sampled_from(["", "else"])
+
+  @stateful.initialize(
+    most=st.integers(1, 3),
+    # An answer of these tests takes some 3,000 bytes.
+    num_bytes=st.none() | st.integers(1_000, 100_000),
+    idle_s=st.none() | st.integers(1, 5),
+  )
+  def begin(self, most, num_bytes, idle_s):
+    self.now_s, self.most, self.num_bytes = 0.0, most, num_bytes
+    self.kept, self.keeps = [], True
+    self.seen, self.answers, self.waiting = [], 0, []
+    self.some = sessions.Sessions(
+      CHAT,
+      max_sessions=most,
+      max_bytes=num_bytes,
+      max_idle_s=idle_s,
+      keep=self._keep,
+      clock=lambda: self.now_s,
+    )
+
+  def _keep(self, branches):
+    if not self.keeps:
+      raise OSError("the disk is full")
+    self.kept += branches
+
+  @contextlib.contextmanager
+  def _refusals(self):
+    """Lets the errors pass that a client is told, or that a disk has."""
+    refused = (
+      sessions.FinishedSession,
+      sessions.FullSession,
+      sessions.TooManySessions,
+      sessions.UnknownSession,
+    )
+    try:
+      yield
+    except refused:
+      pass
+    except OSError:
+      assert not self.keeps
+
+  @stateful.rule(name=NAMES, owner=OWNERS)
+  def ask(self, name, owner):
+    with self._refusals():
+      session = self.some.open(name, owner=owner)
+      assert session.owner == owner
+      if session not in self.seen:
+        self.seen.append(session)
+      running = contextlib.ExitStack()
+      running.enter_context(session.request_running())
+      self.waiting.append((session, answered(session), running))
+
+  @stateful.precondition(lambda self: self.waiting)
+  @stateful.rule(data=st.data())
+  def answer(self, data):
+    at = data.draw(st.integers(0, len(self.waiting) - 1), label="waiting")
+    session, told, running = self.waiting.pop(at)
+    with self._refusals(), running:
+      was_open, before = self.some.holds(session), session.num_answers
+      try:
+        self.some.record(session, *told)
+      finally:
+        self.answers += session.num_answers - before
+        assert session.num_answers - before == was_open
+
+  @stateful.rule(name=NAMES, owner=OWNERS)
+  def finish(self, name, owner):
+    with self._refusals():
+      self.some.finish(name, DONE, owner)
+
+  @stateful.rule(seconds=st.integers(1, 6))
+  def wait(self, seconds):
+    self.now_s += seconds
+
+  @stateful.rule()
+  def break_or_mend_the_disk(self):
+    self.keeps = not self.keeps
+
+  @stateful.rule()
+  def close(self):
+    with self._refusals():
+      self.some.close()
+
+  @stateful.invariant()
+  def every_answer_is_open_or_kept(self):
+    if not hasattr(self, "some"):
+      return
+    still = [one for one in self.seen if self.some.holds(one)]
+    assert len(still) == len(self.some) <= self.most
+    assert self.some.num_bytes == sum(one.num_bytes for one in still)
+    turns = sum(len(one.turns) for one in self.kept)
+    assert turns + sum(one.num_answers for one in still) == self.answers
+
+  def teardown(self):
+    if hasattr(self, "some"):
+      self.keeps = True
+      self.some.close()
+      assert len(self.some) == self.some.num_bytes == 0
+      assert sum(len(one.turns) for one in self.kept) == self.answers
+
+
+@pytest.mark.hypothesis
+def test_no_order_of_requests_loses_an_answer_or_keeps_one_twice():
+  searches.run(_Server, count=60, steps=40)

@@ -1,13 +1,14 @@
 """Pages of the cache: what is shared, copied, evicted, and given back."""
 
 import collections
-import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import stateful
+from hypothesis import strategies as st
 
 from rl.engine.builtin import block_manager
-from tests.helpers import page_holders
+from tests.helpers import page_device, page_holders, searches
 
 
 def _ids(text):
@@ -335,107 +336,8 @@ def test_nothing_known_is_missed_while_there_is_room(seed):
   assert pages.num_free > 0
 
 
-@dataclasses.dataclass
-class _Request:
-  text: str
-  table: block_manager.PageTable
-
-
-class _Device:
-  """Pages that hold, for every position, all ids up to it; and its version.
-
-  Copies wait for the next dispatch, as the engine's do.
-  """
-
-  def __init__(self, num_pages, page_size, draws):
-    self.blocks = block_manager.BlockManager(num_pages, page_size)
-    self.page_size = page_size
-    self.cells = {}
-    self.copies = []
-    self.requests = []
-    self.draws = draws
-    self.version = 0
-    self.cached = 0
-
-  def begin(self):
-    text = self._text(self.draws.integers(1, 20))
-    if self.requests and self.draws.random() < 0.3:
-      text = self._any().text
-    table, copy = self.blocks.begin(_ids(text))
-    assert table.cached < len(text)
-    if copy is not None:
-      assert copy[0] != copy[1]
-      self.copies.append(copy)
-    self.requests.append(_Request(text, table))
-    self.cached += table.cached
-
-  def feed(self):
-    one = self._any()
-    table = one.table
-    length = int(self.draws.integers(table.cached, len(one.text) + 1))
-    before = list(table.pages)
-    if not self.blocks.grow(table, length):
-      assert table.pages == before
-      return self.end(one)
-    self.dispatch()
-    for at in range(table.cached, length):
-      page, offset = divmod(at, self.page_size)
-      cell = (one.text[: at + 1], self.version)
-      self.cells[table.pages[page], offset] = cell
-    if length > table.cached:
-      table.cached = length
-      if table.oldest_kv is None:
-        table.oldest_kv = self.version
-    if length == len(one.text):
-      one.text += self._text(self.draws.integers(1, 4))
-
-  def dispatch(self):
-    self.cells, self.copies = self.after_copies(), []
-
-  def after_copies(self):
-    cells = dict(self.cells)
-    for source, target in block_manager.simultaneous_copies(self.copies):
-      for at in range(self.page_size):
-        cells[target, at] = self.cells.get((source, at))
-    return cells
-
-  def share(self):
-    one = self._any()
-    self.blocks.share(one.table, _ids(one.text))
-
-  def end(self, one=None):
-    one = one or self._any()
-    self.requests.remove(one)
-    self.blocks.end(one.table, _ids(one.text))
-
-  def new_weights(self):
-    self.version += 1
-    way = self.draws.integers(3)
-    if way == 0:
-      self.blocks.restart(one.table for one in self.requests)
-      assert self.blocks.num_free == self.blocks.num_pages
-    elif way == 1:
-      self.blocks.flush()
-      assert self.blocks.num_idle == 0
-
-  def check(self):
-    """Every table finds its own ids, and no version below what it says."""
-    page_holders.check_blocks(self.blocks, [one.table for one in self.requests])
-    cells = self.after_copies()
-    for one in self.requests:
-      table = one.table
-      assert (table.oldest_kv is None) == (table.cached == 0)
-      for at in range(table.cached):
-        page, offset = divmod(at, self.page_size)
-        text, version = cells[table.pages[page], offset]
-        assert text == one.text[: at + 1]
-        assert version >= table.oldest_kv
-
-  def _text(self, length):
-    return "".join("ab"[i] for i in self.draws.integers(2, size=length))
-
-  def _any(self):
-    return self.requests[self.draws.integers(len(self.requests))]
+def _text(draws, length):
+  return "".join("ab"[i] for i in draws.integers(2, size=length))
 
 
 @pytest.mark.parametrize(
@@ -446,25 +348,87 @@ def test_every_request_finds_its_own_ids_whatever_happens(
   num_pages, page_size, most
 ):
   draws = np.random.default_rng(num_pages)
-  device = _Device(num_pages, page_size, draws)
-  begun = 0
+  device = page_device.Device(num_pages, page_size)
+  running, begun = device.requests, 0
   while begun < 1000:
     action = draws.random()
-    if not device.requests or (action < 0.3 and len(device.requests) < most):
-      device.begin()
+    one = running[draws.integers(len(running))] if running else None
+    if one is None or (action < 0.3 and len(running) < most):
+      text = _text(draws, draws.integers(1, 20))
+      device.begin(one.text if one and draws.random() < 0.3 else text)
       begun += 1
     elif action < 0.7:
-      device.feed()
+      length = int(draws.integers(one.table.cached, len(one.text) + 1))
+      device.feed(one, length)
+      if length == len(one.text):
+        one.text += _text(draws, draws.integers(1, 4))
     elif action < 0.8:
-      device.share()
+      device.share(one)
     elif action < 0.99:
-      device.end()
+      device.end(one)
     else:
-      device.new_weights()
+      device.new_weights(draws.choice(["restart", "flush", "keep"]))
     device.check()
   assert device.cached > 1000
-  while device.requests:
-    device.end()
-  page_holders.check_blocks(device.blocks, [])
-  device.blocks.flush()
-  assert device.blocks.num_free == num_pages
+  device.end_all()
+
+
+class _Pages(stateful.RuleBasedStateMachine):
+  """Requests in any order, on as few pages as show a mistake."""
+
+  @stateful.initialize(
+    num_pages=st.integers(1, 12), page_size=st.integers(1, 4)
+  )
+  def make(self, num_pages, page_size):
+    self.device = page_device.Device(num_pages, page_size)
+
+  @stateful.rule(text=st.text("ab", min_size=1, max_size=12))
+  def begin(self, text):
+    self.device.begin(text)
+
+  @stateful.precondition(lambda self: self.device.requests)
+  @stateful.rule(data=st.data())
+  def begin_as_another(self, data):
+    self.device.begin(self._any(data).text)
+
+  @stateful.precondition(lambda self: self.device.requests)
+  @stateful.rule(data=st.data(), answer=st.text("ab", min_size=1, max_size=3))
+  def feed(self, data, answer):
+    one = self._any(data)
+    lengths = st.integers(one.table.cached, len(one.text))
+    length = data.draw(lengths, label="length")
+    self.device.feed(one, length)
+    if length == len(one.text):
+      one.text += answer
+
+  @stateful.precondition(lambda self: self.device.requests)
+  @stateful.rule(data=st.data())
+  def share(self, data):
+    self.device.share(self._any(data))
+
+  @stateful.precondition(lambda self: self.device.requests)
+  @stateful.rule(data=st.data())
+  def end(self, data):
+    self.device.end(self._any(data))
+
+  @stateful.rule(way=st.sampled_from(["restart", "flush", "keep"]))
+  def new_weights(self, way):
+    self.device.new_weights(way)
+
+  @stateful.invariant()
+  def holds(self):
+    if hasattr(self, "device"):
+      self.device.check()
+
+  def teardown(self):
+    if hasattr(self, "device"):
+      self.device.end_all()
+
+  def _any(self, data):
+    numbers = st.integers(0, len(self.device.requests) - 1)
+    return self.device.requests[data.draw(numbers, label="request")]
+
+
+@pytest.mark.hypothesis
+def test_no_order_of_requests_loses_a_page_or_finds_ids_of_another():
+  searches.run(_Pages, count=60, steps=40)
