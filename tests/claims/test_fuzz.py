@@ -92,7 +92,7 @@ def settings():
   return guess_number_moe.get_config()
 
 
-@searches.examples(150)
+@searches.examples(80)
 @hypothesis.given(data=st.data())
 def test_settings_in_json_are_read_or_refused(data, settings):
   config = json.loads(json.dumps(overrides.to_json(settings)))
@@ -108,7 +108,7 @@ def test_settings_in_json_are_read_or_refused(data, settings):
     overrides.from_json(config).validate()
 
 
-@searches.examples(150)
+@searches.examples(80)
 @hypothesis.given(data=st.data())
 def test_settings_of_the_command_line_are_read_or_refused(data, settings):
   config = overrides.to_json(settings)
@@ -134,7 +134,7 @@ SENT = st.recursive(
 )
 
 
-@searches.examples(150)
+@searches.examples(80)
 @hypothesis.given(value=SENT)
 def test_what_is_sent_comes_back(value):
   assert wire.unpack(wire.pack(value)) == value

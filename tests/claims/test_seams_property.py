@@ -72,7 +72,7 @@ STEPS = st.lists(
 FAULTS = ["", "start", "step", "close", "hang", "hang_close", "nan"]
 
 
-@searches.examples(60)
+@searches.examples(40)
 @hypothesis.given(
   name=st.sampled_from(sorted(virtual_run.SCHEDULES)),
   rounds=st.integers(1, 4),
