@@ -6,6 +6,8 @@
   benchmarks/results. A table stands between `<!-- table NAME -->` and
   `<!-- end -->`; the prose around it stays.
 - docs/packages.svg, from the floors of tests/test_house.py.
+- docs/licences.md, from the metadata of what is installed.
+- docs/long_run.svg, from benchmarks/results/long_run.json.
 
 With --check nothing is written: a file that differs is an error.
 """
@@ -17,7 +19,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scripts import make_docs_picture, make_docs_recipes
+from scripts import (
+  make_docs_licences,
+  make_docs_long_run,
+  make_docs_picture,
+  make_docs_recipes,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
@@ -28,6 +35,7 @@ REWARDS = ROOT / "docs" / "guides" / "rewards.md"
 PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS, REWARDS)
 PICTURE = ROOT / "docs" / "packages.svg"
 RECIPES = ROOT / "docs" / "recipes.md"
+LONG_RUN = ROOT / "docs" / "long_run.svg"
 RESULTS = ROOT / "benchmarks" / "results"
 _SIMULATED = ("rollart_", "rollout_pipe")
 """Results that no machine changes."""
@@ -544,6 +552,31 @@ def coordinator_memory(result: Mapping[str, Any]) -> Rows:
   )
 
 
+def long_run(result: Mapping[str, Any]) -> Rows:
+  """Yields the growth of the long runs, and the verdict on their logs."""
+  runs = [found for name in ("simulated", "real") if (found := result[name])]
+  yield "", *(f"{run['rounds']:,} rounds" for run in runs)
+  names = {
+    "resident_mib": "memory",
+    "descriptors": "open files",
+    "threads": "threads",
+    "tasks": "tasks",
+    "waits": "waits",
+    "checkpoint_kib": "checkpoints",
+  }
+  for key, name in names.items():
+    cells = [run["growth"].get(key) for run in runs]
+    shown = ["" if x is None else f"{100 * x + 0.0:+.1f}%" for x in cells]
+    yield f"{name}, last quarter against the second", *shown
+  yield (
+    "event log on disk, a thousand rounds",
+    *(f"{1000 * r['events_disk_mib'] / r['rounds']:.2f} MiB" for r in runs),
+  )
+  yield "segments of it", *(str(run["segments"]) for run in runs)
+  yield "broken promises", *(str(len(run["violations"])) for run in runs)
+  yield "tokens not booked", *(str(run["ledger_error"]) for run in runs)
+
+
 def publish(result: Mapping[str, Any]) -> Rows:
   """Yields how long decoding and its device stand still, in decode steps."""
   yield "`on_publish`", "decoding stands still", "device idle"
@@ -854,6 +887,7 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   processes,
   coordinator,
   coordinator_memory,
+  long_run,
   publish, weight_dtypes, moe, moe_dense, train_step, layers,
   train_step_logprobs,
   packing, fill, estimator_bias, attention, checkpoints, environments,
@@ -904,6 +938,8 @@ def outdated() -> dict[pathlib.Path, str]:
   texts = {page: with_tables(page.read_text("utf-8")) for page in PAGES} | {
     PICTURE: make_docs_picture.draw(),
     RECIPES: make_docs_recipes.page(),
+    make_docs_licences.PAGE: make_docs_licences.page(),
+    LONG_RUN: make_docs_long_run.draw(result("long_run")),
   }
   return {
     path: text

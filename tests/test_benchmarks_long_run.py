@@ -1,0 +1,23 @@
+"""The benchmark of long runs, in small: what it samples, and how it grows."""
+
+from benchmarks import long_run
+
+
+def test_a_simulated_run_is_sampled_and_its_log_keeps_every_promise(tmp_path):
+  found = long_run.simulated(12, tmp_path)
+  # 12 rounds of 2 groups of 2 members, and a sample after each.
+  assert found["episodes"] == 48
+  assert [sample["round"] for sample in found["samples"]] == [*range(1, 13)]
+  assert (found["violations"], found["ledger_error"]) == ([], 0)
+  assert found["events"] > 5 * 48
+  assert found["events_disk_mib"] == found["events_mib"] > 0
+  for key in ("resident_mib", "descriptors", "threads", "tasks"):
+    assert all(sample[key] > 0 for sample in found["samples"])
+
+
+def test_growth_is_from_the_second_quarter_to_the_last():
+  samples = [{"round": i, "x": float(i + 1), "y": 2.0} for i in range(8)]
+  # Of rounds 2, 3: (3 + 4) / 2 = 3.5; of rounds 6, 7: 7.5.
+  grown = long_run.growth(samples)
+  assert grown == {"x": 7.5 / 3.5 - 1, "y": 0.0}
+  assert long_run.growth(samples[:3]) == {}
