@@ -42,7 +42,7 @@ from rl.engine import contract
 from rl.loop import coordinator, trackers
 from rl.loop import progress as progress_lib
 from rl.rollout import evaluate, grading, recordings
-from rl.runtime import checkpoint, disk, logical_clock, trace
+from rl.runtime import checkpoint, disk, logical_clock, segments, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.train import learner, skipped_updates, train_state
 
@@ -329,7 +329,8 @@ class _Run(progress_lib.RunObserver):
     if progress.trained < self._experiment.rounds:
       state = await initial_state.place(parts, found.state)
       progress = dataclasses.replace(progress, state=state)
-    if not progress.next_group and (self._dir / "events.jsonl").stat().st_size:
+    log = self._dir / "events.jsonl"
+    if not progress.next_group and segments.num_bytes(log):
       # The coordinator sees a fresh run and cannot know that a killed process
       # has logged part of its first round.
       parts.log.emit("resumed", trained=progress.trained, next_group=0)
