@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs interop agents sglang reasoning bfcl openenv backends trackers lock clean
+.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs interop agents sglang reasoning bfcl openenv backends xm trackers lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -20,6 +20,7 @@ help:
 	@echo 'make bfcl    add bfcl-eval to .venv without its dependencies, run its tests'
 	@echo 'make openenv play a server of the package openenv, in an environment apart'
 	@echo 'make backends  run engines and sweeps by Ray and Slurm, in one apart'
+	@echo 'make xm      launch a sweep by XManager, in an environment apart'
 	@echo 'make trackers add the trackers to .venv, run their tests'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make audit   ask for known vulnerabilities of what is locked'
@@ -155,8 +156,16 @@ openenv: .venv-openenv/ready
 # Slow ones, too: runs whose workers and raylets are killed.
 backends: .venv/ready .venv-backends/ready
 	@.venv-backends/bin/python -m pytest tests/rl/backends \
-	  tests/claims/test_backends_run.py tests/launch/test_sweep.py \
-	  -k 'ray or slurm' $(ARGS)
+	  tests/claims/test_backends_run.py tests/claims/test_laptop_to_pod.py \
+	  tests/launch/test_sweep.py \
+	  -k 'ray or slurm or laptop' $(ARGS)
+
+.venv-xm/ready: .venv/ready scripts/setup_xm.sh setup.py
+	@scripts/setup_xm.sh
+
+xm: .venv/ready .venv-xm/ready
+	@TWINMESH_XMANAGER=.venv-xm/bin/xmanager $(pytest) \
+	  tests/launch/test_xm.py $(ARGS)
 
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
@@ -166,5 +175,5 @@ lock: .venv/ready
 	  --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-audit .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .venv-backends .pytest_cache .ruff_cache build dist site *.egg-info
+	@rm -rf .venv .venv-audit .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .venv-backends .venv-xm .pytest_cache .ruff_cache build dist site *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

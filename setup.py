@@ -21,6 +21,8 @@ MINIGRID = ["minigrid>=3.0"]
 RAY = ["ray>=2.40"]
 # Processes as jobs of Slurm.
 SLURM = ["submitit>=1.5"]
+# 600 MB with clients of clouds, for a launch script.
+XM = ["xmanager>=0.7.1,<0.9"]
 # The WebSocket of OpenEnv servers.
 OPENENV = ["websockets>=15"]
 # Engines in processes of their own.
@@ -127,6 +129,7 @@ setuptools.setup(
     "rewards": REWARDS,
     "ray": RAY,
     "slurm": SLURM,
+    "xm": XM,
     "tools": TOOLS,
     "mcp": [*TOOLS, *MCP],
     "parquet": PARQUET,

@@ -135,7 +135,7 @@ class _AddressedProcess(followed.Followed):
           except OSError as error:
             why.append(f"{name}: {error}")
             continue
-          with contextlib.closing(host.Lines(stream)) as lines:
+          with contextlib.closing(host.JsonLines(stream)) as lines:
             try:
               code = self._play(lines)
             except OSError as error:
@@ -151,7 +151,7 @@ class _AddressedProcess(followed.Followed):
           or f"no host has taken it in {self._place_s:g} s; {'; '.join(why)}"
         ) from error
 
-  def _play(self, lines: host.Lines) -> int | str:
+  def _play(self, lines: host.JsonLines) -> int | str:
     """Returns the code of the program, or why a full host has refused it."""
     lines.send(token=self._token, program=host.sent(self.program))
     started = False

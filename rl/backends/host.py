@@ -34,7 +34,7 @@ _MIN_TOKEN = 16
 _CHUNK = 1 << 16
 
 
-class Lines:
+class JsonLines:
   """Lines of JSON on a socket, which it closes; one thread reads."""
 
   def __init__(self, stream: socket.socket):
@@ -146,12 +146,12 @@ class Host(socketserver.ThreadingTCPServer):
 
   def finish_request(self, request: Any, client_address: Any) -> None:
     """Serves one connection, in a thread of its own."""
-    lines = Lines(request)
+    lines = JsonLines(request)
     # Who has asked is gone, and the program with it.
     with contextlib.suppress(OSError), contextlib.closing(lines):
       self._serve(lines)
 
-  def _serve(self, lines: Lines) -> None:
+  def _serve(self, lines: JsonLines) -> None:
     told = self._first(lines)
     given = str(told.get("token", "")).encode()
     if not hmac.compare_digest(given, self._token.encode()):
@@ -173,7 +173,7 @@ class Host(socketserver.ThreadingTCPServer):
     finally:
       self._slots.release()
 
-  def _first(self, lines: Lines) -> dict[str, Any]:
+  def _first(self, lines: JsonLines) -> dict[str, Any]:
     deadline = time.monotonic() + SILENCE_S
     while time.monotonic() < deadline:
       for told in lines.take(_LOOK_S):
@@ -182,7 +182,7 @@ class Host(socketserver.ThreadingTCPServer):
     raise OSError("it says nothing")
 
   def _play(
-    self, lines: Lines, process: local.LocalProcess, log: pathlib.Path
+    self, lines: JsonLines, process: local.LocalProcess, log: pathlib.Path
   ) -> None:
     """Passes output and signals on until the program ends."""
     try:

@@ -26,6 +26,7 @@ def offer(token_file, *arguments):
     f"--token_file={token_file}",
     *arguments,
   )
+  assert started.stdout is not None
   line = started.stdout.readline()
   assert line.startswith("listening at "), line
   return started, line.split()[-1]

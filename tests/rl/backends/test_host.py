@@ -38,7 +38,7 @@ def test_an_address_without_a_port_is_refused(text):
 def ask(address, **told):
   """Returns what a host answers to a first line."""
   where = host.address_of(address, "at")
-  lines = host.Lines(socket.create_connection(where))
+  lines = host.JsonLines(socket.create_connection(where))
   lines.send(**told)
   while True:
     for answer in lines.take(1):

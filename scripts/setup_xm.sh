@@ -1,0 +1,18 @@
+#!/bin/sh
+# Makes .venv-xm, with xmanager and what a run needs, for `make xm`.
+set -eu
+cd "$(dirname "$0")/.."
+
+python=$(scripts/find_python.sh)
+echo "Making .venv-xm with $python; this takes minutes ..."
+rm -rf .venv-xm
+"$python" -m venv .venv-xm
+# An older pip takes ten minutes to choose among the clients of a cloud.
+if ! { .venv-xm/bin/python -m pip install --no-input --upgrade pip &&
+  .venv-xm/bin/python -m pip install --no-input --editable '.[xm]' \
+    --constraint .venv/pins; } >.venv-xm/setup.log 2>&1; then
+  tail -n 20 .venv-xm/setup.log >&2
+  echo "Set-up failed: see above, or all of .venv-xm/setup.log." >&2
+  exit 1
+fi
+touch .venv-xm/ready

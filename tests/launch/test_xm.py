@@ -1,0 +1,94 @@
+"""launch.xm: a launch script of XManager, run by it where that is installed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch.report import log_check
+from tests.helpers import commands, processes
+
+SWEPT = """
+from configs import guess_number_moe
+
+get_config = guess_number_moe.get_config
+
+def sweep():
+  return {runs}
+"""
+# As XManager imports it: alone, with its directory in the first place.
+IMPORTED = """
+import sys
+config, workdir, here = sys.argv[1:]
+sys.path.insert(0, here)
+import xm
+sys.path.pop(0)
+for words in xm.commands(config, workdir):
+  print(*words)
+import http.client
+"""
+XMANAGER = os.environ.get("TWINMESH_XMANAGER")
+
+
+def listed(tmp_path, runs) -> subprocess.CompletedProcess[str]:
+  config = tmp_path / "swept.py"
+  config.write_text(SWEPT.format(runs=runs))
+  here = str(commands.ROOT / "launch")
+  return subprocess.run(
+    [sys.executable, "-c", IMPORTED, config, tmp_path / "out", here],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+  )
+
+
+@pytest.mark.process
+def test_each_variation_is_a_command_of_its_own(tmp_path):
+  done = listed(tmp_path, [{"seed": 3}, {"seed": 4, "rounds": 2}])
+  assert done.returncode == 0, done.stderr
+  start = f"-m launch.train --config={tmp_path}/swept.py --workdir={tmp_path}"
+  assert done.stdout.splitlines() == [
+    f"{start}/out/run_000 --config.seed=3",
+    f"{start}/out/run_001 --config.seed=4 --config.rounds=2",
+  ]
+
+
+@pytest.mark.process
+def test_a_config_without_variations_says_so(tmp_path):
+  done = listed(tmp_path, [])
+  assert done.returncode == 1
+  assert "swept.py has no sweep() that lists runs; add one" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(XMANAGER is None, reason="without xmanager: `make xm`")
+@pytest.mark.parametrize("rounds", ["1", "one"])
+def test_xmanager_runs_every_variation(tmp_path, rounds):
+  assert XMANAGER is not None
+  small = commands.TINY | {"rounds": rounds}
+  config = tmp_path / "swept.py"
+  runs = [small | {"seed": seed} for seed in (1, 2)]
+  config.write_text(SWEPT.format(runs=runs))
+  done = subprocess.run(
+    [
+      *(XMANAGER, "launch", "launch/xm.py", "--", f"--config={config}"),
+      *(f"--workdir={tmp_path / 'out'}", "--parallel=2"),
+    ],
+    cwd=commands.ROOT,
+    # It keeps a list of experiments there.
+    env={**os.environ, "HOME": str(tmp_path)},
+    capture_output=True,
+    text=True,
+    timeout=processes.DEADLINE_S,
+  )
+  if rounds == "one":
+    assert done.returncode == 1
+    assert "--config.rounds=one: expected int" in done.stdout + done.stderr
+    assert "a run has failed, and says why above" in done.stderr
+    return
+  assert done.returncode == 0, done.stdout + done.stderr
+  for number in range(2):
+    run_dir = tmp_path / "out" / f"run_{number:03d}"
+    assert processes.rounds(run_dir) == 1
+    assert log_check.of_run(run_dir).violations == []
