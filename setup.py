@@ -30,6 +30,8 @@ PROCESSES = ["websockets>=15", "msgpack>=1.0"]
 # Methods of a class as tools.
 TOOLS = ["pydantic>=2.10"]
 # Rows of Parquet files as tasks; JSON lines need nothing.
+# A client of the API, to try an environment with a served model.
+OPENAI = ["openai>=1.60"]
 PARQUET = ["pyarrow>=17"]
 SERVE = ["starlette>=0.40", "uvicorn>=0.30"]
 # Answers held to a JSON schema or to a call, by a mask of ids.
@@ -44,7 +46,7 @@ TEST = [
   *PYTEST,
   # Searches of the seams: make fuzz.
   "hypothesis>=6.130",
-  "openai>=1.60",
+  *OPENAI,
   "anthropic>=2.0",
   *SERVE,
   *ENVS,
@@ -132,6 +134,7 @@ setuptools.setup(
     "xm": XM,
     "tools": TOOLS,
     "mcp": [*TOOLS, *MCP],
+    "openai": OPENAI,
     "parquet": PARQUET,
     "serve": SERVE,
     "constrained": CONSTRAINED,

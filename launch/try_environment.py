@@ -35,7 +35,7 @@ from rl.rollout import (
   episode,
   group_rollout,
 )
-from rl.settings import annotations
+from rl.settings import annotations, checks
 
 _ENVIRONMENT = absl_flags.DEFINE_string(
   "environment",
@@ -205,6 +205,7 @@ def _trial() -> environment_trial.Trial:
       if is_listed
       else byte_chat.ByteChat()
     )
+  checks.validate_installed(source)
   policy, respond = _respond(source, chat, limits.turn_tokens)
   return environment_trial.Trial(
     source=source,

@@ -270,7 +270,12 @@ class Experiment:
     self.build_chat()
 
   def validate_installed(self) -> None:
-    """Raises ValueError when an engine's package is missing where it runs."""
+    """Raises ValueError when a package is missing where it is needed.
+
+    These are packages of engines, and of environments that would import theirs
+    in each episode, which would end in a fault.
+    """
+    checks.validate_installed(self.environment)
     self.placement.validate_installed()
     for python in {pool.python for pool in self.placement.pools}:
       self.engine.validate_installed(python)

@@ -11,7 +11,7 @@ import platform
 import runpy
 import sys
 
-from twinmesh import top_packages
+from twinmesh import extras, top_packages
 
 COMMANDS = {
   "new": ("twinmesh.new_project", "begins a project with a task of your own"),
@@ -58,6 +58,7 @@ def main() -> None:
   # there takes the place of a package.
   sys.path.append(os.getcwd())
   del sys.argv[1]
+  extras.tell_instead_of_tracebacks()
   runpy.run_module(COMMANDS[chosen][0], run_name="__main__", alter_sys=True)
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from envs import base, threads
+from envs import base, extras, threads
 
 _POSITION = re.compile(r"r(\d+) c(\d+)")
 _HAND = re.compile(r"(\d+)( soft)? dealer (\d+)$")
@@ -40,6 +40,10 @@ class _Game(abc.ABC):
   def __post_init__(self) -> None:
     if self.turns < 1:
       raise ValueError(f"turns={self.turns}: give turns >= 1")
+
+  def validate_installed(self) -> None:
+    """Raises ValueError when gymnasium is not installed."""
+    extras.require("gymnasium", "envs", f"environment={self.name}")
 
   @property
   @abc.abstractmethod

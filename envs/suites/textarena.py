@@ -157,6 +157,10 @@ class GuessTheNumber:
     if self.turns < 1:
       raise ValueError(f"turns={self.turns}: give at least 1")
 
+  def validate_installed(self) -> None:
+    """Raises ValueError when textarena is not installed."""
+    extras.require("textarena", "envs", f"environment={self.name}")
+
   @property
   def name(self) -> str:
     """Short name: the first part of every task id."""

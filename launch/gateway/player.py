@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import openai
-
-from envs import base
+from envs import base, extras
 from models.chat import tool_calls
 from rl.rollout import environment_trial
 
@@ -18,7 +16,13 @@ def player(
   Args:
     model: "" takes the first that the server lists.
     max_tokens: of one answer.
+
+  Raises:
+    ValueError: the package openai is not installed.
   """
+  extras.require("openai", "openai", "a served policy")
+  # Not at the top: it is optional, and other policies do without.
+  import openai
 
   async def respond(question: environment_trial.Question) -> str:
     # A client of its own: it belongs to the event loop that plays.

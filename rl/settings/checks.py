@@ -48,6 +48,21 @@ def validate_parts(tree: Any) -> None:
       validate(part)
 
 
+def validate_installed(tree: Any) -> None:
+  """Calls every `validate_installed` in a tree of settings."""
+  if isinstance(tree, type):
+    return
+  if isinstance(tree, tuple):
+    for part in tree:
+      validate_installed(part)
+  elif dataclasses.is_dataclass(tree):
+    for field in dataclasses.fields(tree):
+      validate_installed(getattr(tree, field.name))
+  check = getattr(tree, "validate_installed", None)
+  if check is not None:
+    check()
+
+
 def fields(*bounds: tuple[Any, ...]) -> Any:
   """Returns a method `validate` that makes checks with these arguments.
 

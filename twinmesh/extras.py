@@ -1,0 +1,63 @@
+"""Extras of Twinmesh by the packages that they bring.
+
+A command that lacks one ends with a line that names the extra, and without a
+traceback.
+"""
+
+import sys
+import types
+
+EXTRAS = {
+  "anthropic": "test",
+  "gymnasium": "envs",
+  "httpx2": "rewards",
+  "jsonschema": "rewards",
+  "llguidance": "constrained",
+  "math_verify": "rewards",
+  "mcp": "mcp",
+  "minigrid": "minigrid",
+  "mlflow": "mlflow",
+  "msgpack": "processes",
+  "openai": "openai",
+  "pyarrow": "parquet",
+  "pydantic": "tools",
+  "pytest": "pytest",
+  "ray": "ray",
+  "reasoning_gym": "reasoning",
+  "starlette": "serve",
+  "textarena": "envs",
+  "uvicorn": "serve",
+  "wandb": "wandb",
+  "websockets": "processes",
+}
+"""The smallest extra that brings a package, by the name of its import."""
+
+
+def way_out(error: BaseException | None) -> str:
+  """Returns the line for an import that failed; "" if no extra brings it."""
+  if not isinstance(error, ModuleNotFoundError):
+    return ""
+  package = (error.name or "").partition(".")[0]
+  if package not in EXTRAS:
+    return ""
+  extra = EXTRAS[package]
+  return (
+    f"error: this needs the package {package}: pip install 'twinmesh[{extra}]'"
+  )
+
+
+def tell_instead_of_tracebacks() -> None:
+  """Has this process, which is a command, end with the line alone."""
+  before = sys.excepthook
+
+  def tell(
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+  ) -> None:
+    if line := way_out(error):
+      print(line, file=sys.stderr)
+    else:
+      before(kind, error, trace)
+
+  sys.excepthook = tell
