@@ -29,9 +29,9 @@ OPENENV = ["websockets>=15"]
 PROCESSES = ["websockets>=15", "msgpack>=1.0"]
 # Methods of a class as tools.
 TOOLS = ["pydantic>=2.10"]
-# Rows of Parquet files as tasks; JSON lines need nothing.
 # A client of the API, to try an environment with a served model.
 OPENAI = ["openai>=1.60"]
+# Rows of Parquet files as tasks; JSON lines need nothing.
 PARQUET = ["pyarrow>=17"]
 SERVE = ["starlette>=0.40", "uvicorn>=0.30"]
 # Answers held to a JSON schema or to a call, by a mask of ids.

@@ -139,7 +139,7 @@ class Experiment:
       table of all waits. During an evaluation: the longest time in which no
       episode ends.
     repeatable: the order of all events follows from the settings and the seed,
-      at some cost in time; see `runtime.logical_clock`. Two runs on machines
+      at some cost in time; see `rl.runtime.logical_clock`. Two runs on machines
       with the same devices then end with the same parameters, bit for bit,
       whether they were killed or not.
     tracker: a service that is sent the metrics, beside metrics.jsonl and the

@@ -8,6 +8,7 @@
 - docs/packages.svg, from the floors of tests/test_house.py.
 - docs/licences.md, from the metadata of what is installed.
 - docs/long_run.svg, from benchmarks/results/long_run.json.
+- docs/recipes.md and docs/settings.md, from docstrings.
 
 With --check nothing is written: a file that differs is an error.
 """
@@ -24,6 +25,7 @@ from scripts import (
   make_docs_long_run,
   make_docs_picture,
   make_docs_recipes,
+  make_docs_settings,
 )
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -36,6 +38,7 @@ PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS, REWARDS)
 PICTURE = ROOT / "docs" / "packages.svg"
 RECIPES = ROOT / "docs" / "recipes.md"
 LONG_RUN = ROOT / "docs" / "long_run.svg"
+SETTINGS = ROOT / "docs" / "settings.md"
 RESULTS = ROOT / "benchmarks" / "results"
 _SIMULATED = ("rollart_", "rollout_pipe")
 """Results that no machine changes."""
@@ -940,6 +943,7 @@ def outdated() -> dict[pathlib.Path, str]:
     RECIPES: make_docs_recipes.page(),
     make_docs_licences.PAGE: make_docs_licences.page(),
     LONG_RUN: make_docs_long_run.draw(result("long_run")),
+    SETTINGS: make_docs_settings.page(),
   }
   return {
     path: text

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import functools
 import importlib
+import json
 import os
 import pathlib
 import pkgutil
@@ -25,7 +26,7 @@ from absl import app, logging
 from absl import flags as absl_flags
 
 import envs
-from launch.cli import config_file
+from launch.cli import config_file, settings_help
 from rl.backends import contract as backends
 from rl.settings import overrides as overrides_lib
 from rl.settings import parsing
@@ -37,8 +38,15 @@ _CONFIG = absl_flags.DEFINE_string(
   " get_config(ARGUMENT), or a JSON file of an earlier run. --config.a.b=VALUE"
   " replaces one setting, and --noconfig.a.b turns one off: false, or none."
   " The order does not matter: --config.a=NAME replaces all of a, and then"
-  " --config.a.b=VALUE changes a setting in it.",
+  " --config.a.b=VALUE changes a setting in it. --config.help, or"
+  " --config.help=a, prints all settings with their meaning.",
 )
+_PRINT_CONFIG = absl_flags.DEFINE_bool(
+  "print_config",
+  False,
+  "Prints all settings as JSON, which --config=FILE.json takes, and ends.",
+)
+_HELP = "help"
 
 # absl has no flag whose name is open-ended, so parse() leaves them here.
 _overrides: dict[str, str | None] = {}
@@ -150,12 +158,24 @@ def arguments(changes: Mapping[str, str | None]) -> list[str]:
 def load_from_command_line(
   check: Callable[[Any], None] | None = None,
 ) -> Any:
-  """Returns `load` of --config and the overrides beside it."""
+  """Returns `load` of --config and the overrides beside it.
+
+  With --config.help or --print_config it prints the settings and ends.
+  """
   if not _CONFIG.value:
     raise overrides_lib.SettingError(
       "--config is missing; name a file, as in --config=configs/NAME.py"
     )
-  return load(_CONFIG.value, _overrides, check)
+  changes = dict(_overrides)
+  part = changes.pop(_HELP, "")
+  tree = load(_CONFIG.value, changes, check)
+  if part:
+    print(settings_help.text(tree, "" if part == "true" else part))
+  elif _PRINT_CONFIG.value:
+    print(json.dumps(config_file.to_json(tree), indent=2))
+  else:
+    return tree
+  sys.exit()
 
 
 def load(

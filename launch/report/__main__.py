@@ -1,6 +1,7 @@
 """Renders a run directory as one page, or checks its event log.
 
 python -m launch.report --run=runs/first
+python -m launch.report --run=runs/first --run=runs/second
 python -m launch.report --check=runs/first      only checks the event log
 python -m launch.report --tamper=runs/first     tests the checks themselves
 """
@@ -10,9 +11,11 @@ import sys
 
 from absl import app, flags
 
-from launch.report import log_check, page
+from launch.report import comparison, log_check, page
 
-_RUN = flags.DEFINE_string("run", None, "Directory of the run.")
+_RUN = flags.DEFINE_multi_string(
+  "run", None, "Directory of a run; several are compared by success, too."
+)
 _CHECK = flags.DEFINE_string(
   "check", None, "Directory of a run whose event log is only checked."
 )
@@ -21,6 +24,7 @@ _TAMPER = flags.DEFINE_string(
   None,
   "Directory of a run; prints which changes of its event log would be noticed.",
 )
+_METRIC = "success"
 
 
 def main(argv: list[str]) -> None:
@@ -36,8 +40,13 @@ def main(argv: list[str]) -> None:
       sys.exit(f"error: {error}")
     return
   try:
-    print(page.write(pathlib.Path(str(_RUN.value))))
-  except OSError as error:
+    runs = [pathlib.Path(run) for run in _RUN.value or ()]
+    for run in runs:
+      print(page.write(run))
+    if len(runs) > 1:
+      compared = comparison.read(runs, _METRIC)
+      print(comparison.text(compared, _METRIC, less=False))
+  except (OSError, ValueError) as error:
     sys.exit(f"error: {error}")
 
 

@@ -11,7 +11,7 @@ from launch.report import metric_docs
 from launch.report import page as report_page
 from rl.schedule import overlap
 from rl.settings import overrides
-from tests.helpers import event_logs
+from tests.helpers import commands, event_logs
 
 _ROUNDS = 60
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -425,3 +425,20 @@ def test_the_picture_holds_curve_evaluations_and_publishes(run_dir):
   # 2 dots of the legend, 4 evaluations, 1 dot of the strip's legend and its 5
   # publishes (four periods have five ends).
   assert len(root.findall(f"{_SVG}circle")) == 2 + 4 + 1 + 5
+
+
+@pytest.mark.process
+def test_several_runs_are_all_rendered_and_compared(tmp_path):
+  for name, success in (("worse", 0.25), ("better", 0.75)):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(f'{{"name": "{name}"}}')
+    row = {"round": 1, "success": success}
+    (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+  flags = [f"--run={tmp_path / name}" for name in ("worse", "better")]
+  done = commands.run("launch.report.__main__", *flags)
+  assert done.returncode == 0, done.stderr
+  for name in ("worse", "better"):
+    assert (tmp_path / name / "report.html").exists()
+    assert f"{name}/report.html" in done.stdout
+  # The best is first.
+  assert done.stdout.rindex("better ") < done.stdout.rindex("worse ")
