@@ -60,12 +60,16 @@ class RunData:
 
 
 def read(
-  path: pathlib.Path, verdict: log_check.Verdict | None = None
+  path: pathlib.Path,
+  verdict: log_check.Verdict | None = None,
+  *,
+  log: bool = True,
 ) -> RunData:
   """Reads a run directory, whatever state it is in.
 
   Args:
     verdict: on its event log; None: the log is read.
+    log: False leaves the log out, which takes longest.
   """
   notes: list[str] = []
 
@@ -89,7 +93,8 @@ def read(
     for number, row in evaluations.items()
     if row.get("success") is None
   ]
-  verdict = verdict or _verdict(path, config, notes)
+  if log and verdict is None:
+    verdict = _verdict(path, config, notes)
   if verdict and verdict.num_cut:
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
   spans, num_spans = run_files.spans(path / "spans.jsonl", notes)

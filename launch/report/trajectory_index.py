@@ -294,7 +294,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
   return found
 
 
-_OF_TOKENS = ("logprobs", "advantages", "weights")
+_OF_TOKENS = ("logprobs", "advantages", "old_logprobs")
 
 
 def _rounded(value: Any) -> float | None:

@@ -19,11 +19,14 @@ import sys
 import time
 from collections.abc import Callable
 
+import jax
+
 from launch.cli import config_file, workdir
 from launch.gateway import agent_server
 from launch.report import log_check, run_files
 from launch.run import (
   display,
+  memory_use,
   metrics_writer,
   rollout_samples,
   round_warnings,
@@ -387,7 +390,12 @@ class _Run(progress_lib.RunObserver):
     groups = trained.groups
     time_s = time.monotonic() - self._parts.spans.origin
     repetition = rollout_samples.repetition(groups)
-    metrics = {**trained.metrics, "repetition": repetition, "time_s": time_s}
+    metrics = {
+      **trained.metrics,
+      **memory_use.metrics(jax.local_devices()),
+      "repetition": repetition,
+      "time_s": time_s,
+    }
     self._metrics.write(int(metrics["round"]), metrics)
     self._screen.update(metrics, str(round_warnings.of_groups(groups) or ""))
     if self._startup is not None:
@@ -405,6 +413,7 @@ class _Run(progress_lib.RunObserver):
         number,
         groups[:_EPISODES_KEPT],
         trained.advantages[:_EPISODES_KEPT],
+        trained.by_token[:_EPISODES_KEPT],
         self._parts.chat,
       )
     self._flush()

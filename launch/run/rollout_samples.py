@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
 
 from rl.algorithms import reward_shaping
 from rl.data import trajectory
 from rl.rollout import episode
 from rl.runtime import line_file
-from rl.train import logprob_gap
+from rl.train import logprob_gap, trainer
 
 _TOKENS_KEPT = 512
 _EPISODES_READ = 64
@@ -25,22 +25,41 @@ def write(
   round_: int,
   groups: Sequence[trajectory.Group],
   advantages: Sequence[Float32[np.ndarray, " G"]],
+  by_token: Sequence[Sequence[trainer.TokenUse | None]],
   chat: episode.Chat,
 ) -> pathlib.Path:
   """Writes every member of `groups` to trajectories/round_NNNNNN.jsonl.
 
   A line holds `trajectory_to_json`, the advantage, and the text of every id.
+  The turns of a member that was trained have `advantages`, a number a token,
+  and `old_logprobs`, if another policy than the one that sampled has old ones.
   """
   path = run_dir / "trajectories" / f"round_{round_:06d}.jsonl"
   path.parent.mkdir(exist_ok=True)
   with path.open("w") as file:
-    for group, group_advantages in zip(groups, advantages, strict=True):
-      for member, advantage in zip(
-        group.trajectories, group_advantages, strict=True
+    for group, means, uses in zip(groups, advantages, by_token, strict=True):
+      for member, mean, use in zip(
+        group.trajectories, means, uses, strict=True
       ):
-        line = readable(member, chat) | {"advantage": float(advantage)}
+        line = readable(member, chat)
+        line["advantage"] = float(mean)
+        if use is not None:
+          _add(line["turns"], "advantages", use.advantages)
+        if use is not None and use.old is not None:
+          _add(line["turns"], "old_logprobs", use.old)
         file.write(json.dumps(line) + "\n")
   return path
+
+
+def _add(
+  turns: Sequence[dict[str, Any]], name: str, values: Float[np.ndarray, " T"]
+) -> None:
+  """Adds a number of each sampled token to the turns of a member."""
+  start = 0
+  for turn in turns:
+    end = start + len(turn["tokens"])
+    turn[name] = [_finite(x) for x in values[start:end].tolist()]
+    start = end
 
 
 def readable(

@@ -60,13 +60,26 @@ class RunPages:
     self._clock = clock
     self._kept: dict[pathlib.Path, _Kept] = {}
 
-  def data(self, path: pathlib.Path) -> dict[str, Any]:
-    """Returns the data of a run's page; the same object until it changes."""
-    return self._read(path).data
+  def data(self, path: pathlib.Path, *, log: bool = True) -> dict[str, Any]:
+    """Returns the data of a run's page; the same object until it changes.
+
+    Args:
+      log: False does not wait for the log to be read: unless it was before, the
+        page says that it is being read.
+    """
+    kept = self._kept_of(path)
+    if log or kept.stamps is not None:
+      return self._read(path).data
+    run = page.read(path, log=False)
+    notes = [*run.notes, "The event log is being read."]
+    return page.data(dataclasses.replace(run, notes=notes))
 
   def index(self, path: pathlib.Path) -> dict[str, Any]:
-    """Returns the rows of all recorded trajectories, oldest first."""
-    kept = self._read(path)
+    """Returns the rows of all recorded trajectories, oldest first.
+
+    Which members were trained is known once `data` has read the log.
+    """
+    kept = self._kept_of(path)
     files = trajectory_index.files(path)
     rows, odd = [], 0
     fresh = {}
@@ -105,12 +118,16 @@ class RunPages:
       raise trajectory_index.NoTrajectory(f"round {round_} has no trajectories")
     return trajectory_index.detail(file, round_, offset)
 
-  def _read(self, path: pathlib.Path) -> _Kept:
+  def _kept_of(self, path: pathlib.Path) -> _Kept:
     kept = self._kept.pop(path, None) or _Kept()
     # The last one is the one that was asked for last.
     self._kept[path] = kept
     if len(self._kept) > _MAX_KEPT:
       del self._kept[next(iter(self._kept))]
+    return kept
+
+  def _read(self, path: pathlib.Path) -> _Kept:
+    kept = self._kept_of(path)
     stamps = [_stamps(path / name) for name in _READ]
     if stamps == kept.stamps or self._clock() < kept.due_s:
       return kept

@@ -126,7 +126,12 @@ class View:
         "list",
         lambda fields: lists.metrics_of(self._run(fields).name),
       ),
-      "run": ("page", lambda fields: pages.data(self._run(fields).path)),
+      "run": (
+        "page",
+        lambda fields: pages.data(
+          self._run(fields).path, log=fields.get("log") != "later"
+        ),
+      ),
       "index": ("page", lambda fields: pages.index(self._run(fields).path)),
       "trajectory": ("line", self._trajectory),
     }

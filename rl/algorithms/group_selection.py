@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32
@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Float32
 from rl.algorithms import advantages, returns
 from rl.data import trajectory
 
+_T = TypeVar("_T")
 Untrained = Literal["singleton", "zero_variance"]
 """Reasons not to train usable members: fewer are left than the estimator
 compares, or they did equally well."""
@@ -174,6 +175,17 @@ class Selection:
     return [
       np.array([next(means) if one else 0.0 for one in mask], np.float32)
       for mask in self.trained
+    ]
+
+  def by_group(self, values: Sequence[_T]) -> list[list[_T | None]]:
+    """Returns, by group, the value of each of its G members.
+
+    Args:
+      values: of `members`; others have None.
+    """
+    left = iter(values)
+    return [
+      [next(left) if one else None for one in mask] for mask in self.trained
     ]
 
 

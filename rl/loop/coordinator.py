@@ -255,6 +255,7 @@ class Coordinator:
         metrics=metrics,
         groups=this.groups,
         advantages=[use.advantages for use in this.uses],
+        by_token=[use.by_token for use in this.uses],
         gap=self._trainer.gap,
       )
     )

@@ -10,7 +10,7 @@ from jaxtyping import Float32
 from envs import base
 from rl.data import trajectory
 from rl.schedule import group_buffer
-from rl.train import logprob_gap
+from rl.train import logprob_gap, trainer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,12 +107,15 @@ class TrainedRound:
 
   Attributes:
     advantages: of the members of each group.
+    by_token: of the tokens of each member of each group; None for a member
+      that was not trained.
     gap: log-probabilities of engine and learner, where they were compared.
   """
 
   metrics: Mapping[str, float]
   groups: Sequence[trajectory.Group]
   advantages: Sequence[Float32[np.ndarray, " G"]]
+  by_token: Sequence[Sequence[trainer.TokenUse | None]]
   gap: logprob_gap.Gap | None = None
 
 

@@ -124,4 +124,5 @@ class SimulatedTransfer:
 
 def _used(group: trajectory.Group) -> trainer.MemberUse:
   trained = np.array([t.status.trainable for t in group.trajectories], bool)
-  return trainer.MemberUse(np.zeros(len(trained), np.float32), trained)
+  nothing = np.zeros(len(trained), np.float32)
+  return trainer.MemberUse(nothing, trained, [None] * len(trained))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float, Float32
 
 from rl.algorithms import advantages, group_selection, loss_aggregation
 from rl.algorithms import objective as objective_lib
@@ -30,15 +30,30 @@ from rl.train import (
 )
 
 
+class TokenUse(NamedTuple):
+  """Numbers of the T sampled tokens of a trained member.
+
+  Attributes:
+    advantages: as trained.
+    old: log-probabilities under the policy that ratios are against, in nats;
+      None if that is the policy that sampled.
+  """
+
+  advantages: Float[np.ndarray, " T"]
+  old: Float[np.ndarray, " T"] | None = None
+
+
 class MemberUse(NamedTuple):
   """The use that training made of the G members of a group.
 
   Attributes:
     advantages: means over the tokens of each; 0 for one that is not trained.
+    by_token: of the tokens of each; None for one that is not trained.
   """
 
   advantages: Float32[np.ndarray, " G"]
   trained: Bool[np.ndarray, " G"]
+  by_token: Sequence[TokenUse | None]
 
 
 @runtime_checkable
@@ -318,8 +333,16 @@ class MeshTrainer:
     await self._accumulation.add(self.state, samples, columns)
     # The first batch of a round is a sample as good as any.
     self._probe = self._probe or next(iter(self._accumulation.batches), None)
-    means = selection.mean_advantages(estimate)
-    return list(map(MemberUse, means, selection.trained))
+    old = _joined(scores.old, members) or [None] * len(members)
+    tokens = list(map(TokenUse, estimate.advantages, old))
+    return list(
+      map(
+        MemberUse,
+        selection.mean_advantages(estimate),
+        selection.trained,
+        selection.by_group(tokens),
+      )
+    )
 
   def _pack(
     self,

@@ -29,7 +29,7 @@ start({
   runs: () => get("runs"),
   curves: (metric) => get("curves", { metric }),
   metrics: (run) => get("metrics", { run }),
-  run: (run) => get("run", { run }),
+  run: (run, log) => get("run", { run, log }),
   index: (run) => get("index", { run }),
   detail: (run, round, offset) => get("trajectory", { run, round, offset }),
 });

@@ -36,13 +36,19 @@ export function runPage(source, fields) {
       browser.draw();
     },
     async load() {
-      const data = await source.run(name);
-      if (data !== page.data) {
-        page.data = data;
-        document.title = `${data.title} · Twinmesh`;
-        page.draw();
+      // A long log takes a while, and the rest need not wait for it.
+      if (!page.data) {
+        page.update(await source.run(name, "later"));
+        await browser.load();
       }
+      page.update(await source.run(name, "now"));
       await browser.load();
+    },
+    update(data) {
+      if (data === page.data) return;
+      page.data = data;
+      document.title = `${data.title} · Twinmesh`;
+      page.draw();
     },
     show: (changed) => browser.show(changed.get("trajectory")),
   };

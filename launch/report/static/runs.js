@@ -5,7 +5,7 @@ import { legend, lineChart, seriesColour, seriesDash } from "./chart.js";
 import { caption, choice, el, format, options, section } from "./dom.js";
 import { AXES, overSeeds, pointsOf, smoothed } from "./series.js";
 
-const MAX_LINES = 24;
+const MAX_LINES = 24, MAX_COLUMNS = 12, MAX_NAME = 100;
 
 export function runsPage(source) {
   const page = { data: null, curves: null, chosen: new Set(),
@@ -15,20 +15,22 @@ export function runsPage(source) {
   const bands = el("input", { type: "checkbox", id: "bands", checked: true });
   const search = el("input", { type: "search", id: "search",
     placeholder: "name or setting", "aria-label": "Filter runs" });
+  const wide = el("input", { type: "checkbox", id: "wide" });
   const compare = el("button", { id: "compare", disabled: true,
     onclick: () => { location.hash = compareLink(page); } }, "Compare two");
   const curves = section("curves", "Curves", metricLabel, axisLabel,
     el("label", {}, bands, " one line for all seeds"));
   const meaning = el("p", {}, el("small", { id: "meaning" }));
   curves.figure.before(meaning);
-  const table = section("runs", "Runs", search, compare);
+  const table = section("runs", "Runs",
+    el("label", {}, wide, " all settings that differ"), search, compare);
   const scroll = el("div", { class: "scroll" });
   table.figure.append(scroll, caption("Last and best are means over ten " +
-    "rounds. Settings that differ have a column. Ticked runs alone are drawn."));
+    "rounds. Settings that differ have a column each. Ticked runs alone are drawn."));
   options(axis, Object.keys(AXES), Object.values(AXES));
   const title = el("h1");
   Object.assign(page, {
-    metric, axis, bands, search, compare, scroll, title, meaning,
+    metric, axis, bands, wide, search, compare, scroll, title, meaning,
     figure: curves.figure,
     node: el("div", {}, el("p", { class: "eyebrow" }, "All runs of"), title,
       curves.node, table.node),
@@ -36,7 +38,7 @@ export function runsPage(source) {
     draw: () => drawRuns(page),
   });
   metric.addEventListener("change", () => page.load());
-  for (const control of [axis, bands])
+  for (const control of [axis, bands, wide])
     control.addEventListener("change", page.draw);
   search.addEventListener("input", page.draw);
   return page;
@@ -80,7 +82,8 @@ function drawCurves(page, shown) {
     groups.set(key, [...(groups.get(key) ?? []), run]);
   }
   const series = [...groups].map(([name, members], i) => ({
-    name: members.length > 1 ? `${name} (${members.length} runs)` : name,
+    name: members.length > 1 ? `${short(name)} (${members.length} runs)`
+      : members[0].name,
     colour: seriesColour(i), dash: seriesDash(i),
     ...overSeeds(members.map(({ name: run }) =>
       smoothed(pointsOf(curves.runs[run] ?? NOTHING, axis.value)))),
@@ -99,9 +102,16 @@ function drawCurves(page, shown) {
       (more > 0 ? ` ${more} more are not drawn: tick those to see.` : "")));
 }
 
+// Runs that have little in common differ in all they have.
+function short(text) {
+  return text.length > MAX_NAME ? `${text.slice(0, MAX_NAME)} …` : text;
+}
+
 const NOTHING = { rounds: [], tokens: [], time: [], values: [] };
 
-function columnsOf({ data, curves, metric }) {
+function columnsOf({ data, curves, metric, wide }) {
+  const settings = wide.checked ? data.differing
+    : data.differing.slice(0, MAX_COLUMNS);
   const number = (field) => (run) => curves.runs[run.name]?.[field];
   return [
     { key: "name", title: "Run", of: (run) => run.name },
@@ -110,7 +120,7 @@ function columnsOf({ data, curves, metric }) {
       text: (run) => `${run.round} / ${format(run.rounds)}` },
     { key: "last", title: `Last ${metric.value}`, of: number("last") },
     { key: "best", title: `Best ${metric.value}`, of: number("best") },
-    ...data.differing.map((name) => ({ key: `=${name}`, title: name,
+    ...settings.map((name) => ({ key: `=${name}`, title: name,
       of: (run) => run.settings[name] ?? "–" })),
     ...(data.runs.some(({ note }) => note)
       ? [{ key: "note", title: "Note", of: (run) => run.note }] : []),
@@ -164,6 +174,8 @@ function drawTable(page, shown) {
   page.scroll.replaceChildren(el("table", {}, el("thead", {}, head),
     el("tbody", {}, ...rows)));
   page.scroll.scrollLeft = at;
+  const more = page.data.differing.length - MAX_COLUMNS;
+  page.wide.parentNode.hidden = more <= 0;
   page.compare.disabled = chosen.size !== 2;
   if (focused) page.scroll.querySelector(
     `[data-focus="${CSS.escape(focused)}"]`)?.focus();

@@ -7,6 +7,7 @@ import { detailView } from "./turns.js";
 
 const ALL = "all";
 const CHOICES = ["round", "source", "status", "lag", "trained"];
+const HEADS = ["round", "member", "reward", "task", "tokens"];
 const RANGES = { reward: "Reward", tokens: "Sampled tokens" };
 
 export const keyOf = ({ round, group, index }) => `${round}/${group}/${index}`;
@@ -46,7 +47,9 @@ export function trajectoriesSection(source, run) {
     label("Task", task),
     el("button", { id: "clear", onclick: clear }, "Clear")),
   el("p", {}, shown),
-  el("div", { class: "browser" }, list.node, view.node));
+  el("div", { class: "browser" }, el("div", {},
+    el("div", { class: "row heads", "aria-hidden": "true" },
+      ...HEADS.map((head) => el("span", {}, head))), list.node), view.node));
 
   function filter() {
     const tests = [];
@@ -156,6 +159,6 @@ function rowOf(row) {
       row.reward == null ? "fault" : format(row.reward)),
     el("span", {}, row.task.startsWith(`${row.source}/`)
       ? row.task.slice(row.source.length + 1) : row.task),
-    el("span", {}, `${format(row.tokens)} t`),
+    el("span", {}, format(row.tokens)),
   ];
 }

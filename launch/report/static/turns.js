@@ -13,7 +13,8 @@ const MEANINGS = {
   logprobs: "Stronger: less probable. ",
   advantages: "Green: better than its group, red: worse; where tokens have " +
     "none of their own, that of the member. ",
-  weights: "Stronger: a weight further from 1. ",
+  weights: "Green: more probable under the old policy than when it was " +
+    "sampled, red: less; a correction caps or masks this ratio. ",
   versions: "One hue for each version. ",
   none: "",
 };
@@ -35,8 +36,9 @@ export function detailView(open) {
 
   function show(row, detail, all) {
     latest = { row, detail, all };
+    // Where old is the policy that sampled, all weights are 1.
     const has = Object.keys(COLOURS).filter((name) => name !== "weights" ||
-      detail.turns.some((turn) => turn.weights));
+      detail.turns.some((turn) => turn.old_logprobs));
     options(colour, has, has.map((name) => COLOURS[name]));
     bar.hidden = false;
     redraw();
@@ -77,7 +79,7 @@ function headOf(row, detail, all, open) {
       ? [`graded ${format(detail.graded_reward)}`] : []),
     ...listed(detail.parts), ...listed(detail.metrics),
     `advantage ${format(row.advantage)}`, `lag ${format(row.lag)}`,
-    `${format(row.tokens)} tokens in ${row.turns} turns`,
+    `${format(row.tokens)} tokens in ${turnsText(row)}`,
     `${format(row.ids)} ids`, trainedText(row.trained),
   ];
   const buttons = (rows, make) => el("div", { class: "members" },
@@ -91,7 +93,7 @@ function headOf(row, detail, all, open) {
       `${members.length} members`),
     buttons(members, (one) => [el("b", {}, rewardText(one)),
       el("span", {}, `advantage ${format(one.advantage)}`),
-      el("span", {}, `${one.turns} turns, ${format(one.tokens)} tokens`)]),
+      el("span", {}, `${turnsText(one)}, ${format(one.tokens)} tokens`)]),
     ...(others.length ? [el("details", { class: "others" },
       el("summary", {}, `The same task at other rounds: ${others.length}`),
       buttons(others, (one) => [el("b", {}, rewardText(one)),
@@ -103,6 +105,10 @@ function headOf(row, detail, all, open) {
 
 function rewardText({ reward }) {
   return reward == null ? "fault" : format(reward);
+}
+
+function turnsText({ turns }) {
+  return `${turns} turn${turns === 1 ? "" : "s"}`;
 }
 
 function trainedText(trained) {
@@ -179,20 +185,26 @@ function token(turn, word, id, k, { detail, by }) {
   const newer = k > 0 && turn.versions[k] !== turn.versions[k - 1];
   const logprob = turn.logprobs[k];
   const advantage = turn.advantages?.[k] ?? detail.advantage;
+  const weight = weightOf(turn, k);
   const told = [`id ${id}`, `p = ${probability(logprob)}`,
     `log-prob ${format(logprob)}`, `advantage ${format(advantage)}`,
-    ...(turn.weights ? [`weight ${format(turn.weights[k])}`] : []),
+    ...(weight == null ? [] : [`weight ${format(weight)}`]),
     `version ${turn.versions[k]}`];
   return el("span", {
     class: newer ? "token newer" : "token",
-    vars: tint(by, { logprob, advantage, weight: turn.weights?.[k],
-      version: turn.versions[k] }),
+    vars: tint(by, { logprob, advantage, weight, version: turn.versions[k] }),
     "data-tip": told.join("\n"),
   }, word);
 }
 
 function probability(logprob) {
   return logprob == null ? "–" : Math.exp(logprob).toPrecision(3);
+}
+
+// The ratio of the old policy to the one that sampled.
+function weightOf({ old_logprobs: old, logprobs }, k) {
+  return old?.[k] == null || logprobs[k] == null
+    ? null : Math.exp(old[k] - logprobs[k]);
 }
 
 function tint(by, { logprob, advantage, weight, version }) {
@@ -205,8 +217,8 @@ function tint(by, { logprob, advantage, weight, version }) {
       return { "--hue": advantage < 0 ? "var(--bad)" : "var(--good)",
         "--tint": percent(Math.abs(advantage ?? 0) / 2) };
     case "weights":
-      return { "--hue": "var(--decode)",
-        "--tint": percent(Math.abs(Math.log(Math.max(weight ?? 1, 1e-6)))) };
+      return { "--hue": weight < 1 ? "var(--bad)" : "var(--good)",
+        "--tint": percent(2 * Math.abs(Math.log(weight ?? 1))) };
     case "versions":
       return { "--hue": `var(--series-${version % 8})`, "--tint": "30%" };
     default:

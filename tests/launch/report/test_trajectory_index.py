@@ -87,9 +87,9 @@ def test_the_offset_of_a_row_leads_to_all_of_its_trajectory(tmp_path):
 
 def test_numbers_of_tokens_are_shown_where_they_were_kept():
   data = recorded()
-  data["turns"] = [data["turns"][0] | {"weights": [1.0, 0.5, 2.0]}]
+  data["turns"] = [data["turns"][0] | {"old_logprobs": [1.0, 0.5, 2.0]}]
   (turn,) = trajectory_index.shown(data, 6)["turns"]
-  assert turn["weights"] == [1.0, 0.5, 2.0]
+  assert turn["old_logprobs"] == [1.0, 0.5, 2.0]
   assert "advantages" not in turn
 
 
@@ -128,7 +128,7 @@ def test_what_is_no_trajectory_is_refused(line):
     {"logprobs": [0.0]},
     {"versions": [1]},
     {"tokens": "777"},
-    {"weights": [1.0]},
+    {"advantages": [1.0]},
   ],
 )
 def test_a_turn_whose_lists_do_not_fit_is_refused(change):

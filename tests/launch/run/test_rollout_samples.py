@@ -7,10 +7,11 @@ import numpy as np
 from launch.run import rollout_samples
 from models.chat import word_chat
 from rl.data import trajectory
-from rl.train import logprob_gap
+from rl.train import logprob_gap, trainer
 
 CHAT = word_chat.WordChat(("go", "on", "yes"))
 GO, ON, YES = 3, 4, 5
+UNTRAINED = [None, None]
 
 
 def _turn(context, tokens):
@@ -48,7 +49,9 @@ def _group(group_id, size=2):
 def test_a_file_has_a_line_for_each_member_with_its_advantage(tmp_path):
   values = np.array([[0.5, -0.5], [0.25, 0.0]], np.float32)
   groups = [_group(3), _group(7)]
-  path = rollout_samples.write(tmp_path, 12, groups, list(values), CHAT)
+  path = rollout_samples.write(
+    tmp_path, 12, groups, list(values), [UNTRAINED, UNTRAINED], CHAT
+  )
   assert path == tmp_path / "trajectories" / "round_000012.jsonl"
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   assert [(x["group_id"], x["index"], x["advantage"]) for x in lines] == [
@@ -57,6 +60,32 @@ def test_a_file_has_a_line_for_each_member_with_its_advantage(tmp_path):
     (7, 0, 0.25),
     (7, 1, 0.0),
   ]
+
+
+def test_a_trained_member_has_the_numbers_of_each_token(tmp_path):
+  # Its turns have 2 tokens and 1.
+  advantages = np.array([0.5, 0.25, -1.0], np.float32)
+  old = np.array([-0.5, -0.25, np.nan], np.float32)
+  tokens = [trainer.TokenUse(advantages, old), None]
+  means = [np.array([-1 / 12, 0.0], np.float32)]
+  path = rollout_samples.write(tmp_path, 1, [_group(0)], means, [tokens], CHAT)
+  trained, other = map(json.loads, path.read_text().splitlines())
+  assert [x["advantages"] for x in trained["turns"]] == [[0.5, 0.25], [-1.0]]
+  found = [x["old_logprobs"] for x in trained["turns"]]
+  assert found == [[-0.5, -0.25], [None]]
+  assert all("advantages" not in turn for turn in other["turns"])
+
+
+def test_tokens_that_were_not_scored_again_have_no_old_log_probability(
+  tmp_path,
+):
+  use = trainer.TokenUse(np.zeros(3, np.float32))
+  means = [np.zeros(2, np.float32)]
+  path = rollout_samples.write(
+    tmp_path, 1, [_group(0)], means, [[use, use]], CHAT
+  )
+  (line, _) = map(json.loads, path.read_text().splitlines())
+  assert all("old_logprobs" not in turn for turn in line["turns"])
 
 
 def test_every_id_stands_beside_its_word():
@@ -70,7 +99,9 @@ def test_every_id_stands_beside_its_word():
 
 def test_a_line_makes_the_trajectory_again(tmp_path):
   values = [np.zeros(2, np.float32)]
-  path = rollout_samples.write(tmp_path, 0, [_group(0)], values, CHAT)
+  path = rollout_samples.write(
+    tmp_path, 0, [_group(0)], values, [UNTRAINED], CHAT
+  )
   line = json.loads(path.read_text().splitlines()[0])
   again = trajectory.trajectory_from_json(line)
   member = _group(0).trajectories[0]
@@ -82,8 +113,10 @@ def test_a_line_makes_the_trajectory_again(tmp_path):
 
 def test_a_round_that_is_repeated_replaces_its_file(tmp_path):
   values = [np.zeros(2, np.float32)]
-  rollout_samples.write(tmp_path, 0, [_group(0)], values, CHAT)
-  path = rollout_samples.write(tmp_path, 0, [_group(1)], values, CHAT)
+  rollout_samples.write(tmp_path, 0, [_group(0)], values, [UNTRAINED], CHAT)
+  path = rollout_samples.write(
+    tmp_path, 0, [_group(1)], values, [UNTRAINED], CHAT
+  )
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   assert [line["group_id"] for line in lines] == [1, 1]
 

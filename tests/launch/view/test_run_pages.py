@@ -73,9 +73,21 @@ def test_the_log_tells_which_members_were_trained(run_dir):
   # In the log, the second member of each group is masked.
   rows = [viewed_runs.trajectory(0, i) for i in range(2)]
   viewed_runs.write_round(run_dir, 1, rows)
-  found = run_pages.RunPages(Hand()).index(run_dir)
-  place = found["columns"].index("trained")
-  assert [row[place] for row in found["rows"]] == [True, False]
+  pages = run_pages.RunPages(Hand())
+
+  def trained():
+    found = pages.index(run_dir)
+    place = found["columns"].index("trained")
+    return [row[place] for row in found["rows"]]
+
+  early = pages.data(run_dir, log=False)
+  assert early["notes"][-1] == "The event log is being read."
+  assert early["ledger"] is None
+  assert trained() == [None, None]
+  pages.data(run_dir)
+  assert trained() == [True, False]
+  # What was read is not left out again.
+  assert pages.data(run_dir, log=False)["ledger"]
 
 
 def test_of_too_many_trajectories_the_newest_are_kept(run_dir, monkeypatch):

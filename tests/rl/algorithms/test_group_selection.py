@@ -39,6 +39,19 @@ def test_a_faulted_member_is_in_no_mean_and_not_trained():
   assert values.dtype == np.float32
 
 
+def test_trained_members_have_an_advantage_for_each_token():
+  group = played.group((OK, 1.0, [3]), (FAULT, None, [3]), (OK, 0.0, [2, 2]))
+  selection = group_selection.select([group], advantages.Grpo())
+  (found,) = selection.by_group(selection.estimate().advantages)
+  won, faulted, lost = found
+  assert faulted is None
+  assert won is not None
+  assert lost is not None
+  # Two members: 0.5 over a deviation of 0.70711 is 0.70711.
+  np.testing.assert_allclose(won, [0.70711] * 3, atol=5e-5)
+  np.testing.assert_allclose(lost, [-0.70711] * 4, atol=5e-5)
+
+
 def test_a_truncated_member_is_trained():
   group = played.group((OK, 1.0, [3]), (trajectory.Status.TRUNCATED, 0.0, [3]))
   assert group_selection.usable(group).tolist() == [True, True]
