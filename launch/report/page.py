@@ -1,6 +1,6 @@
 """A run directory as data of its page, as one static page, and as a picture.
 
-  read -> RunData -> data -> JSON, for the page that `launch.view` serves
+  read -> RunRecords -> data -> JSON, for the page that `launch.view` serves
                           +-> frozen.page: the same page as one file
 
 A run that still goes on or has crashed has a page too, which names the missing
@@ -33,7 +33,7 @@ _MAX_BUBBLES = 20_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunData:
+class RunRecords:
   """The contents of a run directory; missing parts are empty.
 
   Attributes:
@@ -64,7 +64,7 @@ def read(
   verdict: log_check.Verdict | None = None,
   *,
   log: bool = True,
-) -> RunData:
+) -> RunRecords:
   """Reads a run directory, whatever state it is in.
 
   Args:
@@ -101,7 +101,7 @@ def read(
   metrics = [rounds[i] for i in sorted(rounds)]
   notes += learning_section.crossings(metrics, config)
   notes += learning_section.complaints(metrics, path)
-  return RunData(
+  return RunRecords(
     path=path,
     config=config,
     metrics=metrics,
@@ -141,7 +141,7 @@ def _verdict(
     return None
 
 
-def tiles(run: RunData) -> list[tuple[str, str, str]]:
+def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcomes on top of the page."""
 
   def column(key: str) -> list[float]:
@@ -212,7 +212,7 @@ def _verdict_tiles(verdict: log_check.Verdict) -> list[tuple[str, str, str]]:
   ]
 
 
-def _trained(run: RunData) -> int:
+def _trained(run: RunRecords) -> int:
   return run.verdict.lags.total() if run.verdict else 0
 
 
@@ -237,7 +237,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   }
 
 
-def _timeline(run: RunData) -> dict[str, Any]:
+def _timeline(run: RunRecords) -> dict[str, Any]:
   """Returns the spans as rows of numbers; of a long run, the middle."""
   spans = sorted(run.spans, key=lambda span: span.start)
   start = max(0, (len(spans) - _MAX_SPANS) // 2)
@@ -265,7 +265,7 @@ def _timeline(run: RunData) -> dict[str, Any]:
   }
 
 
-def _bubbles(run: RunData) -> dict[str, Any]:
+def _bubbles(run: RunRecords) -> dict[str, Any]:
   """Returns the idle time of both meshes, and bubbles beside the timeline."""
   if not run.spans or not run.verdict:
     return {}
@@ -299,7 +299,7 @@ def _ledger(verdict: log_check.Verdict | None) -> dict[str, Any] | None:
   }
 
 
-def data(run: RunData) -> dict[str, Any]:
+def data(run: RunRecords) -> dict[str, Any]:
   """Returns the data of the page of a run, but for its trajectories."""
   verdict, columns = run.verdict, _columns(run.metrics)
   return {
@@ -326,7 +326,7 @@ def data(run: RunData) -> dict[str, Any]:
   }
 
 
-def page(run: RunData) -> str:
+def page(run: RunRecords) -> str:
   """Returns the report as one self-contained HTML page."""
   notes, used = [*run.notes], run.verdict.census.used if run.verdict else {}
   # A run of no rounds has no trajectories to miss.

@@ -322,6 +322,22 @@ def test_the_mask_and_the_colours_of_tokens_are_told_apart(address, browser):
   assert browser.count(".show-mask") == 1
 
 
+def test_weights_are_offered_where_tokens_were_scored_again(tmp_path, browser):
+  path = viewed_runs.run(tmp_path / "a")
+  rows = [viewed_runs.trajectory(0, i) for i in range(2)]
+  # Twice as probable, and as probable as when they were sampled.
+  rows[1]["turns"][0]["old_logprobs"] = [-0.5 + 0.6931, -0.5]
+  viewed_runs.write_round(path, 1, rows)
+  with shown(tmp_path, browser) as address:
+    browser.open(f"{address}/#run?name=a&trajectory=1/0/1")
+    browser.wait("document.querySelector('#colour [value=weights]') !== null")
+    browser.choose("#colour", "weights")
+    tips = browser.values(".turn > div > .words .token", "data-tip")
+    assert ["weight 2\n" in tip for tip in tips] == [True, False]
+    browser.click("[data-key='1/0/0']")
+    browser.wait("document.querySelector('#colour [value=weights]') === null")
+
+
 def test_roles_and_tool_calls_have_parts_of_their_own(tmp_path, browser):
   path = viewed_runs.run(tmp_path / "a")
   row = viewed_runs.trajectory(
