@@ -19,6 +19,7 @@ from absl import app
 from launch.cli import flags, workdir
 from launch.report import run_files
 from launch.run import status_server
+from models import untrusted_files
 from rl.runtime import watchdog
 from rl.settings import overrides
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) != 2:
       raise overrides.SettingError("name the directory of one run")
     run_dir = pathlib.Path(argv[1])
-    rounds = workdir.read(run_dir).rounds
+    rounds = _rounds(run_dir)
   try:
     state, why = status_server.ask(run_dir), ""
   except OSError as error:
@@ -39,6 +40,24 @@ def main(argv: Sequence[str]) -> None:
   lines = list(told(run_dir, rounds, state, why, time.time()))
   print("\n".join(lines))
   sys.exit(state is None)
+
+
+def _rounds(run_dir: pathlib.Path) -> int:
+  """Returns the rounds of a run by its settings, which are not run.
+
+  Raises:
+    SettingError: no run is there, or its settings cannot be read.
+  """
+  workdir.check_exists(run_dir)
+  try:
+    rounds = run_files.settings(run_dir).get("rounds")
+  except untrusted_files.BadFile as error:
+    raise overrides.SettingError(str(error)) from error
+  if type(rounds) is not int:
+    raise overrides.SettingError(
+      f"{run_dir}/config.json has no rounds; put that of the run back"
+    )
+  return rounds
 
 
 def told(

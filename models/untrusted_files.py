@@ -6,9 +6,8 @@ lies there, reading it ends soon, in a value or in one `BadFile`.
 
 import json
 import os
-import pathlib
 import stat
-from typing import Any
+from typing import IO, Any
 
 MIB = 1 << 20
 MAX_TOKENIZER_BYTES = 128 * MIB
@@ -38,14 +37,9 @@ def read_bytes(
   Raises:
     BadFile: it is missing, no regular file, too large, or cannot be read.
   """
-  path = pathlib.Path(path)
   try:
-    found = path.stat()
-    # Opening a pipe would wait for somebody who writes to it.
-    if not stat.S_ISREG(found.st_mode):
-      raise BadFile(f"{path} is {_kind(found.st_mode)}; put a file there")
-    with path.open("rb") as file:
-      size = found.st_size - start if count is None else count
+    with open_regular(path) as file:
+      size = os.fstat(file.fileno()).st_size - start if count is None else count
       if size > max_bytes:
         raise BadFile(
           f"{path}: {size:,} bytes are more than the {max_bytes:,} that are "
@@ -55,10 +49,33 @@ def read_bytes(
       # A file may grow meanwhile.
       return file.read(max_bytes if count is None else count)
   except OSError as error:
-    raise BadFile(
-      f"{path} cannot be read: {error.strerror or error}; put it there, or "
-      "name another directory"
-    ) from error
+    raise _unreadable(path, error) from error
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+  """Opens a regular file, to be read; closing it is the caller's.
+
+  Raises:
+    BadFile: it is missing, no regular file, or cannot be read.
+  """
+  try:
+    # Without it, opening a pipe would wait for somebody who writes to it.
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+  except OSError as error:
+    raise _unreadable(path, error) from error
+  mode = os.fstat(number).st_mode
+  if not stat.S_ISREG(mode):
+    os.close(number)
+    raise BadFile(f"{path} is {_kind(mode)}; put a file there")
+  # Not os.fdopen, as a file should know its name.
+  return open(path, "rb", opener=lambda *_: number)
+
+
+def _unreadable(path: str | os.PathLike[str], error: OSError) -> BadFile:
+  return BadFile(
+    f"{path} cannot be read: {error.strerror or error}; put it there, or name "
+    "another directory"
+  )
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = MIB) -> str:

@@ -1,9 +1,12 @@
 """Moves damaged parts of a run directory aside, so that the run goes on.
 
+A pipe, a link to itself or a directory in the place of a file is damage, too.
+
 What is moved keeps its content under another name, NAME.damaged.
 """
 
 import json
+import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,11 +27,11 @@ def mend(
   """
   for name in trees:
     path = directory / name
-    if path.exists() and not path.is_dir():
+    if os.path.lexists(path) and not path.is_dir():
       yield f"{path} is no directory, and is now {_aside(path)}"
   for name in files:
     path = directory / name
-    if path.exists() and not path.is_file():
+    if os.path.lexists(path) and not path.is_file():
       yield f"{path} is no file, and is now {_aside(path)}"
   for name, key in rows.items():
     path = directory / name
@@ -36,24 +39,47 @@ def mend(
       yield from _mend_rows(path, key)
 
 
-def is_row(line: bytes, key: str) -> bool:
-  """Returns whether a line is a JSON object with a number of this name."""
+def write(path: pathlib.Path, text: str) -> None:
+  """Writes a file that appears when it is whole.
+
+  What is in its place, and is no file, is moved aside.
+
+  Raises:
+    OSError: it cannot be written; then the file is as before.
+  """
+  partial = path.with_name(f"{path.name}.partial")
+  for one in (partial, path):
+    if os.path.lexists(one) and not one.is_file():
+      _aside(one)
+  try:
+    partial.write_text(text, "utf-8")
+    os.replace(partial, path)
+  except OSError:
+    partial.unlink(missing_ok=True)
+    raise
+
+
+def number(line: bytes, key: str) -> int | None:
+  """Returns the number of this name in a row; None if the line is no row.
+
+  A row is a JSON object with such a number. A kill may cut the last one short.
+  """
   try:
     row: Any = json.loads(line)
   except (ValueError, RecursionError):
-    return False
-  return isinstance(row, dict) and type(row.get(key)) is int
+    return None
+  found = row.get(key) if isinstance(row, dict) else None
+  return found if type(found) is int else None
 
 
 def _mend_rows(path: pathlib.Path, key: str) -> Iterator[str]:
   lines = path.read_bytes().splitlines(keepends=True)
-  # A kill may cut the last line short.
-  bad = [i + 1 for i, x in enumerate(lines[:-1]) if not is_row(x, key)]
+  rows = [line for line in lines if number(line, key) is not None]
+  bad = [i for i, x in enumerate(lines[:-1], 1) if number(x, key) is None]
   if not bad:
     return
-  kept = b"".join(line for line in lines if is_row(line, key))
   aside = _aside(path)
-  path.write_bytes(kept)
+  path.write_bytes(b"".join(rows))
   yield (
     f"{path} has {len(bad)} lines without a {key}, first line {bad[0]}, and "
     f"goes on without them; the whole is now {aside}"
@@ -62,7 +88,7 @@ def _mend_rows(path: pathlib.Path, key: str) -> Iterator[str]:
 
 def _aside(path: pathlib.Path) -> pathlib.Path:
   target, count = path.with_name(f"{path.name}.damaged"), 1
-  while target.exists():
+  while os.path.lexists(target):
     count += 1
     target = path.with_name(f"{path.name}.damaged{count}")
   path.rename(target)

@@ -44,7 +44,8 @@ _TREES = (
   WARM_START,
   chats.KEPT,
 )
-_PAGES = ("report.html", "trace.json")
+_LOCK = ".lock"
+_OTHERS = ("report.html", "trace.json", "learning_curve.svg", ".status")
 _ROWS = {
   "metrics.jsonl": "round",
   "evaluations.jsonl": "round",
@@ -86,7 +87,7 @@ def claim(
   _check_ours(directory)
   try:
     directory.mkdir(parents=True, exist_ok=True)
-    lock = (directory / ".lock").open("a")
+    lock = _opened(directory / _LOCK)
   except OSError as error:
     raise overrides.SettingError(
       f"--workdir={directory} cannot be written: {error.strerror}"
@@ -101,7 +102,7 @@ def claim(
     ) from None
   _check_checkpoints(directory)
   for note in run_repair.mend(
-    directory, trees=_TREES, files=(*_RECORDS, *_PAGES), rows=_ROWS
+    directory, trees=_TREES, files=(*_RECORDS, *_OTHERS), rows=_ROWS
   ):
     print(f"warning: {note}", file=sys.stderr)
   if has_saved(directory):
@@ -112,9 +113,7 @@ def claim(
   data = config_file.to_json(experiment)
   known_programs.remember(data)
   text = json.dumps(data, indent=2) + "\n"
-  partial = directory / "config.json.partial"
-  partial.write_text(text)
-  partial.replace(directory / "config.json")
+  run_repair.write(directory / "config.json", text)
   return lock
 
 
@@ -129,14 +128,20 @@ def read(
   Raises:
     SettingError: no run is there, or its config cannot be read.
   """
+  check_exists(path)
   file = pathlib.Path(path) / "config.json"
-  if not file.parent.is_dir():
-    raise overrides.SettingError(
-      f"{file.parent} does not exist{_nearest(file.parent)}"
-    )
-  if not file.exists():
-    raise overrides.SettingError(f"{file.parent} holds no run: no {file.name}")
   return config_file.read_json(file, as_kept=as_kept)
+
+
+def check_exists(path: str | os.PathLike) -> None:
+  """Raises SettingError unless a directory is that of a run."""
+  directory = pathlib.Path(path)
+  if not directory.is_dir():
+    raise overrides.SettingError(
+      f"{directory} does not exist{_nearest(directory)}"
+    )
+  if not os.path.lexists(directory / "config.json"):
+    raise overrides.SettingError(f"{directory} holds no run: no config.json")
 
 
 def read_trained(path: str | os.PathLike) -> experiment_lib.Experiment:
@@ -212,10 +217,25 @@ def has_saved(path: str | os.PathLike) -> bool:
   return bool(checkpoints(path) or checkpoints(path, WARM_START))
 
 
+def _opened(path: pathlib.Path) -> TextIO:
+  """Opens the lock, which is made unless it exists.
+
+  Raises:
+    OSError: it cannot be written.
+    SettingError: something else is in its place.
+  """
+  if not os.path.lexists(path) or path.is_file():
+    return path.open("a")
+  raise overrides.SettingError(
+    f"--workdir={path.parent}: {path.name} must be a file, which processes "
+    "lock; move away what is there, if no process uses the directory"
+  )
+
+
 def _check_ours(directory: pathlib.Path) -> None:
   """Raises on a directory with records of something else than a run."""
   file = directory / "config.json"
-  if file.exists():
+  if os.path.lexists(file):
     try:
       data: Any = untrusted_files.read_json(file, config_file.MAX_BYTES)
     except untrusted_files.BadFile:
@@ -226,7 +246,7 @@ def _check_ours(directory: pathlib.Path) -> None:
         "another directory"
       )
     return
-  names = [n for n in (*_RECORDS, *_TREES) if (directory / n).exists()]
+  names = [n for n in (*_RECORDS, *_TREES) if os.path.lexists(directory / n)]
   if names:
     raise overrides.SettingError(
       f"--workdir={directory} holds {', '.join(names)}, but no config.json of "
@@ -238,7 +258,7 @@ def _check_checkpoints(directory: pathlib.Path) -> None:
   """Raises where a file is in their place: no run starts over unasked."""
   for name in (CHECKPOINTS, WARM_START):
     path = directory / name
-    if path.exists() and not path.is_dir():
+    if os.path.lexists(path) and not path.is_dir():
       raise overrides.SettingError(
         f"--workdir={directory}: {name} must be a directory; put it back, or "
         "move the file away to start over"

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.report import run_files, svg
+from models import untrusted_files
 
 _SEED = "seed"
 _LAST = 10
@@ -85,14 +86,14 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
   """
   runs, known = [], set[str]()
   for directory in directories:
-    if not (directory / "config.json").exists():
+    if not (directory / "config.json").is_file():
       continue
     rows = _rounds(directory)
     known.update(*rows.values())
     runs.append(
       ComparedRun(
         name=directory.name,
-        settings=_settings(directory / "config.json"),
+        settings=_settings(directory),
         values=values_of(rows, metric),
         rounds=len(rows),
         note=note(directory),
@@ -130,7 +131,10 @@ def _rounds(directory: pathlib.Path) -> dict[int, dict[str, Any]]:
 def note(directory: pathlib.Path) -> str:
   """Returns what a sweep has noted about a run; "" without a note."""
   path = directory / _NOTE
-  return path.read_text("utf-8").strip() if path.exists() else ""
+  try:
+    return untrusted_files.read_text(path).strip()
+  except untrusted_files.BadFile:
+    return ""
 
 
 def write_note(directory: pathlib.Path, text: str) -> None:
@@ -138,10 +142,10 @@ def write_note(directory: pathlib.Path, text: str) -> None:
   (directory / _NOTE).write_text(f"{text}\n", "utf-8")
 
 
-def _settings(path: pathlib.Path) -> dict[str, str]:
+def _settings(directory: pathlib.Path) -> dict[str, str]:
   try:
-    return flat(json.loads(path.read_text("utf-8")))
-  except (OSError, ValueError, RecursionError):
+    return flat(run_files.settings(directory))
+  except (untrusted_files.BadFile, RecursionError):
     return {}
 
 

@@ -8,13 +8,14 @@ parts on top.
 """
 
 import dataclasses
-import json
+import os
 import pathlib
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.cli import run_repair
 from launch.report import (
   bubbles,
   frozen,
@@ -26,6 +27,7 @@ from launch.report import (
   trajectory_index,
   warm_start_section,
 )
+from models import untrusted_files
 from rl.runtime import segments, trace
 
 _MAX_SPANS = 50_000
@@ -77,11 +79,8 @@ def read(
     return list(run_files.lines(path / name, notes, round=int))
 
   try:
-    text = (path / "config.json").read_text("utf-8")
-    config = json.loads(text, parse_constant=str)
-  except (OSError, ValueError, RecursionError):
-    config = None
-  if not isinstance(config, dict):
+    config = run_files.settings(path)
+  except untrusted_files.BadFile:
     config = {}
     notes.append("config.json is missing or unreadable.")
   # A resumed run repeats the rounds after its checkpoint: the last one counts.
@@ -127,7 +126,8 @@ def _verdict(
   """Returns the verdict on the event log, and notes missing parts."""
   log = path / "events.jsonl"
   if not segments.exists(log):
-    notes.append(f"{log.name} is missing.")
+    is_there = os.path.lexists(log)
+    notes.append(f"{log.name} is {'no file' if is_there else 'missing'}.")
     return None
   schedule, group_size = None, 0
   try:
@@ -364,9 +364,9 @@ def write(
     )
   run = read(run_dir, verdict)
   picture = learning_curve.draw(run.metrics, run.evaluations, run.spans)
-  (run_dir / "learning_curve.svg").write_text(picture, "utf-8")
+  run_repair.write(run_dir / "learning_curve.svg", picture)
   target = run_dir / "report.html"
-  target.write_text(page(run), "utf-8")
+  run_repair.write(target, page(run))
   return target
 
 

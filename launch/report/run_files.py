@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import os
 import pathlib
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from launch.cli import config_file
+from models import untrusted_files
 from rl.runtime import segments, trace
 
 Rows = Sequence[Mapping[str, Any]]
@@ -26,8 +29,7 @@ def lines(
     needed: types of fields; an object without them is left out.
   """
   if not segments.exists(path):
-    is_there = path.exists()
-    notes.append(f"{path.name} is {'no file' if is_there else 'missing'}.")
+    notes.append(f"{path.name} is {_lack(path)}.")
     return
   unreadable = 0
   try:
@@ -47,6 +49,32 @@ def lines(
     notes.append(f"{error}.")
   if unreadable:
     notes.append(f"{path.name}: unreadable lines left out: {unreadable}.")
+
+
+def settings(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the config.json of a run as plain data, none of which is run.
+
+  Raises:
+    BadFile: it has none that can be read.
+  """
+  file = path / "config.json"
+  text = untrusted_files.read_text(file, config_file.MAX_BYTES)
+  try:
+    # A browser cannot parse the NaN that Python writes.
+    found = json.loads(text, parse_constant=str)
+  except (ValueError, RecursionError) as error:
+    raise untrusted_files.BadFile(
+      f"{file} is not valid JSON: {error}; copy it again"
+    ) from error
+  if not isinstance(found, dict):
+    raise untrusted_files.BadFile(
+      f"{file} is not that of a run; name the --workdir of a run"
+    )
+  return found
+
+
+def _lack(path: pathlib.Path) -> str:
+  return "no file" if os.path.lexists(path) else "missing"
 
 
 def spans(path: pathlib.Path, notes: list[str]) -> tuple[list[trace.Span], int]:
@@ -75,7 +103,7 @@ def sample_gaps(
   Args:
     rounds: of the run; a resume superseded others.
   """
-  if not path.exists():
+  if not os.path.lexists(path):
     return []
   # The last line of a repeated round counts.
   found = {row["round"]: row for row in lines(path, notes, round=int)}

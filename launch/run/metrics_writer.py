@@ -2,12 +2,12 @@
 
 import json
 import math
-import os
 import pathlib
 import time
 from collections.abc import Mapping
 from typing import Any, cast
 
+from launch.cli import run_repair
 from rl.loop import trackers
 from rl.runtime import line_file
 
@@ -158,18 +158,10 @@ def cut_back(
   """
   if not path.exists():
     return []
-  text = path.read_text(encoding="utf-8", errors="replace")
-  lines = text.splitlines(keepends=True)
-  kept = [line for line in lines if _is_before(line, first, key)]
-  rewritten = path.with_suffix(".tmp")
-  rewritten.write_text("".join(kept))
-  os.replace(rewritten, path)
+  kept = [
+    line
+    for line in path.read_bytes().splitlines(keepends=True)
+    if (found := run_repair.number(line, key)) is not None and found < first
+  ]
+  run_repair.write(path, b"".join(kept).decode())
   return [json.loads(line) for line in kept]
-
-
-def _is_before(line: str, first: int, key: str) -> bool:
-  try:
-    return json.loads(line)[key] < first
-  # A kill cut the line short, or it is no row.
-  except (ValueError, TypeError, LookupError, RecursionError):
-    return False

@@ -8,6 +8,7 @@ who launched the run.
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from models import untrusted_files
 from rl.runtime import watchdog as watchdog_lib
 
 FILE = ".status"
@@ -109,8 +111,11 @@ def ask(run_dir: pathlib.Path) -> dict[str, Any]:
   Raises:
     OSError: no process of this host answers.
   """
+  file = run_dir / FILE
+  if not os.path.lexists(file):
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
   try:
-    where = json.loads((run_dir / FILE).read_text())
+    where = untrusted_files.read_object(file)
     if where["host"] != socket.gethostname():
       raise ConnectionError(f"it runs on {where['host']}: ask it there")
     address, key = (_HOST, int(where["port"])), bytes.fromhex(where["key"])

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from models import untrusted_files
 from rl import experiment
 from rl.audit import event_log
 from rl.planning import fitting, fleet
@@ -32,6 +33,7 @@ from rl.runtime import segments, trace
 from rl.settings import overrides
 from rl.simulation import distributions, workload
 
+_MAX_CONFIG = 16 * untrusted_files.MIB
 _MORE = "let it run for a few rounds"
 _PLACE = ("group", "attempt", "index")
 # The fields used of each kind of event; see `rl.audit.event_log`.
@@ -167,9 +169,9 @@ def _spans(path: pathlib.Path) -> list[trace.Span]:
 
 def _placement(path: pathlib.Path) -> placement.Placement:
   try:
-    settings = overrides.from_json(
-      json.loads((path / "config.json").read_text())
-    )
+    # Of a run of many config files, which it keeps.
+    data = untrusted_files.read_json(path / "config.json", _MAX_CONFIG)
+    settings = overrides.from_json(data)
   except ValueError as error:
     raise ValueError(f"--calibrate={path}: config.json: {error}") from error
   if not isinstance(settings, experiment.Experiment):

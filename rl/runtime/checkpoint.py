@@ -232,8 +232,7 @@ class Checkpoints:
         shutil.rmtree(path, ignore_errors=True)
     for step in self._damaged:
       aside = self._directory / f"{step}.damaged"
-      if aside.exists():
-        shutil.rmtree(aside)
+      _remove(aside)
       (self._directory / str(step)).rename(aside)
     self._damaged = []
 
@@ -309,7 +308,15 @@ def _delete(path: pathlib.Path) -> None:
   # Renamed first: a kill during the deletion must not leave half of it.
   trash = path.with_name(path.name + _DELETED)
   path.rename(trash)
-  shutil.rmtree(trash)
+  _remove(trash)
+
+
+def _remove(path: pathlib.Path) -> None:
+  """Removes a checkpoint, or the file or link that took its place."""
+  if path.is_dir() and not path.is_symlink():
+    shutil.rmtree(path)
+  else:
+    path.unlink(missing_ok=True)
 
 
 def _warn(directory: pathlib.Path, skipped: list[str], instead: str) -> None:

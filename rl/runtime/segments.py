@@ -12,6 +12,7 @@ all of it, also while it is written.
 
 import contextlib
 import gzip
+import io
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
+from models import untrusted_files
 from rl.runtime import line_file
 
 MAX_BYTES = 64 << 20
@@ -181,12 +183,22 @@ def _open_segment(path: pathlib.Path, number: int) -> TextIO | None:
 
 
 def _open(path: pathlib.Path) -> TextIO | None:
-  """Opens a text, compressed or not; None if it does not exist."""
+  """Opens a text, compressed or not; None if it does not exist.
+
+  Raises:
+    Damaged: something else has its name, such as a pipe.
+  """
   try:
-    if path.suffix == ".gz":
-      return gzip.open(path, "rt", encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
-  except (FileNotFoundError, NotADirectoryError):
+    opened = untrusted_files.open_regular(path)
+    if path.suffix != ".gz":
+      return io.TextIOWrapper(opened, "utf-8", "replace")
+    opened.close()  # Text of gzip closes only what it has opened.
+    return gzip.open(path, "rt", encoding="utf-8", errors="replace")
+  except untrusted_files.BadFile as error:
+    if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+      return None
+    raise Damaged(str(error)) from error
+  except FileNotFoundError:  # Removed in between.
     return None
 
 

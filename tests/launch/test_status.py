@@ -46,6 +46,21 @@ def test_a_run_without_a_process_tells_how_far_it_came(tmp_path):
   assert saved == "newest checkpoint: round 3"
 
 
+def test_the_settings_of_a_run_are_not_run(tmp_path):
+  workdir.claim(tmp_path, flags.load(commands.CONFIG)).close()
+  file = tmp_path / "config.json"
+  settings = json.loads(file.read_text())
+  lines = ["raise SystemExit('it was run')"]
+  settings["config_files"] = {"_config_other": {"path": "x", "lines": lines}}
+  file.write_text(json.dumps(settings))
+  done = commands.run("launch.status", tmp_path)
+  assert "no round of 1000 has ended" in done.stdout
+  file.write_text('{"rounds": null}')
+  assert "put that of the run back" in (
+    commands.run("launch.status", tmp_path).stderr
+  )
+
+
 def test_a_run_that_does_not_exist_is_refused(tmp_path):
   done = commands.run("launch.status", tmp_path / "lake")
   assert done.returncode == 2

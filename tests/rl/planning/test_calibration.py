@@ -252,7 +252,7 @@ OTHER = json.dumps(overrides.to_json(placement.Placement()))
     ),
     ("config.json", OTHER, "config.json holds no rl.experiment.Experiment"),
     ("config.json", "{}", "config.json: config={}: expected object"),
-    ("config.json", "{", "config.json: Expecting"),
+    ("config.json", "{", "config.json is not valid JSON"),
   ],
 )
 def test_records_that_lack_something_are_refused(

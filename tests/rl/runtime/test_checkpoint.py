@@ -218,6 +218,20 @@ def test_a_step_has_a_plain_number(two_saved, directory, name):
   assert (directory / name).is_dir()
 
 
+def test_what_is_no_directory_is_moved_aside_or_deleted_in_its_turn(
+  two_saved, directory
+):
+  (directory / "0").write_text("")
+  (directory / "8").symlink_to("8")
+  (directory / "9").write_text("")
+  (directory / "9.damaged").write_text("")
+  assert two_saved.restore(_abstract(_state(0))).step == 2
+  two_saved.save(10, _state(4), {})
+  two_saved.wait()
+  names = sorted(path.name for path in directory.iterdir())
+  assert names == ["10", "2", "8.damaged", "9.damaged"]
+
+
 def test_when_every_checkpoint_is_damaged_nothing_is_restored(
   two_saved, directory, caplog
 ):
