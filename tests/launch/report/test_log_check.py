@@ -226,15 +226,22 @@ def _write_segments(path, log):
       thread.join()
 
 
+def _told(verdict):
+  """Returns all of a verdict as values that can be compared."""
+  fields = vars(verdict)
+  counted = {name: vars(fields[name]) for name in ("census", "phases")}
+  return fields | counted
+
+
 def test_a_log_in_segments_gets_the_verdict_of_one_in_a_piece(run_dir):
   whole = log_check.of_run(run_dir)
   table = log_check.tampered(run_dir)
   (run_dir / "events.jsonl").unlink()
   _write_segments(run_dir / "events.jsonl", LOG)
   assert len(segments.closed(run_dir / "events.jsonl")) > 50
-  assert log_check.of_run(run_dir) == whole
+  assert _told(log_check.of_run(run_dir)) == _told(whole)
   assert log_check.tampered(run_dir) == table
-  assert report_page.read(run_dir).verdict == whole
+  assert _told(report_page.read(run_dir).verdict) == _told(whole)
 
 
 @pytest.mark.parametrize(
