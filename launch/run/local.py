@@ -17,7 +17,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -50,7 +50,7 @@ from rl.runtime import watchdog as watchdog_lib
 from rl.train import learner, skipped_updates, train_state
 
 _EPISODES_KEPT = 4
-_LOOP_LAG_S = 30.0
+_MIN_LAG_S, _LOOP_LAG_S = 10.0, 30.0
 _NO_VERSION = -1
 """The version of weights before the first; nothing is played with these."""
 
@@ -230,11 +230,7 @@ class _Run(progress_lib.RunObserver):
     try:
       with (
         self._signals.calling(loop.stop),
-        parts.watchdog.guard(
-          loop_lag_s=_LOOP_LAG_S,
-          end_s=self._experiment.progress_timeout_s,
-          end=self._end_blocked,
-        ),
+        self._guarding(),
       ):
         await loop.run(progress)
     except coordinator.Stopped:
@@ -453,6 +449,7 @@ class _Run(progress_lib.RunObserver):
     )
     with (
       self._parts.spans.span("host", "checkpoint", round=trained),
+      self._waiting_for_disk(what),
       self._checkpoints.saving(what),
     ):
       initial_state.save(self._checkpoints, now)
@@ -492,9 +489,33 @@ class _Run(progress_lib.RunObserver):
     with self._saving_last():
       self._checkpoints.wait()
 
-  def _saving_last(self) -> contextlib.AbstractContextManager[None]:
+  @contextlib.contextmanager
+  def _saving_last(self) -> Iterator[None]:
     name = f"the checkpoint of {self._checkpoint_name(self._saved)}"
-    return self._checkpoints.saving(name)
+    # After the rounds as well, where nothing else ends a disk that hangs.
+    with (
+      self._guarding(),
+      self._waiting_for_disk(name),
+      self._checkpoints.saving(name),
+    ):
+      yield
+
+  def _waiting_for_disk(self, what: str) -> watchdog_lib.Listed:
+    return self._parts.watchdog.track(
+      owner="the run",
+      what=f"{what} to be written",
+      deadline_s=self._experiment.progress_timeout_s,
+    )
+
+  def _guarding(self) -> contextlib.AbstractContextManager[None]:
+    """Ends a run whose event loop is blocked for too long."""
+    end_s = self._experiment.progress_timeout_s
+    return self._parts.watchdog.guard(
+      # Told before it ends the run, where that is patient enough for it.
+      loop_lag_s=min(_LOOP_LAG_S, max(_MIN_LAG_S, end_s / 2)),
+      end_s=end_s,
+      end=self._end_blocked,
+    )
 
   def _close_checkpoints(self) -> None:
     with self._saving_last():

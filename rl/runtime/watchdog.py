@@ -137,17 +137,21 @@ def stack(thread: int) -> str:
   return "".join(traceback.format_stack(frame)) if frame else "unknown\n"
 
 
-def busy_threads() -> str:
+def busy_threads(besides: int | None = None) -> str:
   """Returns where the other threads are that have something to do, or "".
 
   These run device programs, environments, rewards, tokenizers and files; one
   that hangs is the reason of what waits for it.
+
+  Args:
+    besides: the number of a thread that is told already.
   """
   frames, told = sys._current_frames(), []
   for thread in threading.enumerate():
     frame = frames.get(thread.ident or 0)
     is_other = thread is not threading.current_thread()
-    if frame is None or not is_other or thread.name in _SERVANTS:
+    is_told = thread.ident == besides or thread.name in _SERVANTS
+    if frame is None or not is_other or is_told:
       continue
     code = frame.f_code
     if (os.path.basename(code.co_filename), code.co_name) not in _IDLE:
@@ -304,7 +308,8 @@ class Watchdog:
   def _blocked(self, loop_thread: int, loop_lag_s: float) -> str:
     return (
       f"the event loop is blocked for more than {loop_lag_s:.1f} s in:\n"
-      f"{stack(loop_thread)}waiting meanwhile:\n{self.dump()}"
+      f"{stack(loop_thread)}waiting meanwhile:\n{self.dump()}\n"
+      f"{busy_threads(besides=loop_thread)}".rstrip()
     )
 
   def _stalled(self, wait: Wait) -> str:

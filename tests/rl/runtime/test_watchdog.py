@@ -312,6 +312,39 @@ def test_a_stall_tells_where_a_call_in_a_pool_is_and_of_no_idle_thread(gate):
   assert "thread learner" not in told
 
 
+def test_a_blocked_loop_tells_where_the_thread_is_that_blocks_it(gate):
+  reports, told = [], threading.Event()
+
+  def report(text):
+    reports.append(text)
+    told.set()
+
+  watch = watchdog.Watchdog(report)
+
+  def write_that_hangs():
+    gate.wait(60)
+
+  async def run():
+    writer = threading.Thread(target=write_that_hangs, name="writer")
+    writer.start()
+    with (
+      watch.guard(loop_lag_s=0.1),
+      watch.track(owner="the run", what="the checkpoint", deadline_s=60.0),
+    ):
+      assert told.wait(60)  # Blocks the loop.
+    gate.set()
+    writer.join()
+
+  asyncio.run(run())
+  loop, _, rest = reports[0].partition("waiting meanwhile")
+  waits, _, threads = rest.partition("thread ")
+  assert "told.wait" in loop
+  assert "the run  the checkpoint" in waits
+  assert threads.startswith("writer is in:")
+  assert "write_that_hangs" in threads
+  assert "MainThread" not in threads  # The loop is told once.
+
+
 def test_a_loop_that_only_awaits_is_not_reported():
   watch = watchdog.Watchdog(pytest.fail)
 
