@@ -57,7 +57,9 @@ _T = TypeVar("_T")
 # Of a request that is read and encoded fast; others do not wait for slow ones.
 _SMALL = 32 << 10
 # Reading more holds up the event loop, in whatever thread it is done.
-_LONG = 512 << 10
+_LONG = 128 << 10
+# Characters that take as long as a message and its form in a template.
+_A_MESSAGE = 64
 _THREADS = 2
 
 
@@ -270,7 +272,8 @@ class _Api:
     session = self._open(request)
     number = session.take_number()
     with session.request_running(), _as_bad_request("messages"):
-      size = sum(len(message.content) for message in query.messages)
+      size = _A_MESSAGE * len(query.messages)
+      size += sum(len(message.content) for message in query.messages)
       encode = functools.partial(self._do, size, "encode")
       opening = await self._in_thread(
         self._pool(size),
