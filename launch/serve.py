@@ -13,6 +13,7 @@ meanwhile. Unfinished sessions are recorded as truncated.
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 import pathlib
 import socket
@@ -230,6 +231,10 @@ class _Server:
     application = openai_app.app(
       served.engine, opened, serving, self._rules, admitted
     )
+    # What lives as long as the server needs no further collections, which would
+    # hold up all requests for half a second.
+    gc.collect()
+    gc.freeze()
     try:
       async with http_server.listening(
         application, self._port, tls=self._tls, patience=patience
