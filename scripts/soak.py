@@ -9,11 +9,20 @@ and with its engine here or in a process of its own. At a random moment it is
   stopped              for some seconds, as a machine that sleeps
   full, out of files   no file may grow further, or no other be opened
 
-or its engine's process is killed or stopped. Then the run must go on for three
+  moved in time        the clock of its Python code, `time.time`, jumps a day
+                       ahead and two back; a module that the trial puts before
+                       all others does that, as setting a clock takes root
+
+or its engine's process is killed or stopped. Some are hurt while they write
+their report, after the last of a few rounds. Then the run must go on for three
 rounds, its metrics must have each round once, its log must keep all promises
 with a ledger error of 0, no output may be a traceback, and no process may be
-left. Logs are in many segments. A trial that fails prints the command that
-repeats it.
+left. Logs are in many segments.
+
+Other trials kill a repeatable run, let it end, and compare its last checkpoint
+with that of one that was not killed: they must have the same bits.
+
+A trial that fails prints the command that repeats it.
 """
 
 import contextlib
@@ -23,11 +32,12 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from absl import app, flags
 
@@ -44,6 +54,26 @@ _ROUNDS_MORE = 3
 _LATEST_S = 40.0
 _STOPPED_S = 8.0
 _END_S = 200.0
+_REPORT_S = 3.0
+_DAY_S = 86400.0
+_REPEATABLE = 0.15
+"""Share of the trials that compare bits."""
+_REPEATS = {
+  "rounds": "6",
+  "repeatable": "true",
+  "retention.checkpoint_every": "1",
+  "overlap.max_staleness": "2",
+}
+# Python imports a module of this name before all others. The offset is mapped,
+# so that reading it costs nothing and takes no further file.
+_CLOCK = """
+import mmap, os, struct, time
+with open(os.environ["SOAK_CLOCK"], "rb") as file:
+  _offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
+_time, _time_ns = time.time, time.time_ns
+time.time = lambda: _time() + struct.unpack("d", _offset)[0]
+time.time_ns = lambda: _time_ns() + int(1e9 * struct.unpack("d", _offset)[0])
+"""
 
 
 class Broken(Exception):
@@ -66,13 +96,19 @@ def main(argv: list[str]) -> None:
 def trial(number: int) -> bool:
   """Makes a trial, and returns whether its run survived."""
   rng = random.Random(f"{_SEED.value}/{number}")
+  if rng.random() < _REPEATABLE:
+    return _repeat(number, rng.uniform(0.5, _LATEST_S))
   schedule = rng.choice(list(guess_number_schedules.SCHEDULES))
   is_remote, is_warm = rng.random() < 0.4, rng.random() < 0.4
   way = rng.choice([*_WAYS, *(_WAYS_OF_WORKERS if is_remote else ())])
-  after_s = rng.uniform(0.5, _LATEST_S)
+  is_report = rng.random() < 0.15
+  after_s = (
+    rng.uniform(0, _REPORT_S) if is_report else rng.uniform(0.5, _LATEST_S)
+  )
   title = (
     f"{number:4} {schedule:15} {'warm start' if is_warm else '':10} "
     f"{'process' if is_remote else '':7} {way.__name__:15} {after_s:4.1f} s"
+    f"{' into its report' * is_report}"
   )
   settings = {
     name: value
@@ -85,13 +121,16 @@ def trial(number: int) -> bool:
   if is_remote:
     settings["placement.decode_processes"] = "1"
   workdir = pathlib.Path(tempfile.mkdtemp(prefix="soak_"))
-  command = commands.train(workdir, settings, f"{_CONFIG}:{schedule}")
+  config = f"{_CONFIG}:{schedule}"
+  command = commands.train(workdir, settings, config)
+  few = {"rounds": str(_ROUNDS_MORE)} if is_report else {}
+  hurt = commands.train(workdir, settings | few, config)
   try:
-    _hurt(command, way, after_s)
-    _go_on(command, workdir)
+    with _clock():
+      _hurt(hurt, way, after_s, workdir if is_report else None)
+      _go_on(command, workdir)
   except Broken as error:
-    again = f"python -m scripts.soak --seed={_SEED.value} --only={number}"
-    print(f"{title}  BROKEN: {error}\n  its run: {workdir}\n  again: {again}")
+    _tell(title, number, error, workdir)
     return False
   rounds = processes.rounds(workdir)
   print(f"{title}  survived, {rounds} rounds", flush=True)
@@ -99,14 +138,79 @@ def trial(number: int) -> bool:
   return True
 
 
+def _tell(
+  title: str, number: int, error: Broken, workdir: pathlib.Path
+) -> None:
+  again = f"python -m scripts.soak --seed={_SEED.value} --only={number}"
+  print(f"{title}  BROKEN: {error}\n  its run: {workdir}\n  again: {again}")
+
+
+def _repeat(number: int, after_s: float) -> bool:
+  """Kills a repeatable run, and compares its end with that of another."""
+  title = f"{number:4} repeatable, killed after {after_s:4.1f} s"
+  workdir = pathlib.Path(tempfile.mkdtemp(prefix="soak_"))
+  settings = commands.TINY | _REPEATS
+  runs = [workdir / name for name in ("killed", "whole")]
+  killed, whole = (commands.train(run, settings) for run in runs)
+  try:
+    with _begun(killed) as process:
+      _workers_until(process, time.monotonic() + after_s)
+      process.kill()
+      _check_output(_output(process))
+    for command in (killed, whole):
+      with _begun(command) as process:
+        output = _output(process)
+        if process.returncode:
+          raise Broken(f"it ended with {process.returncode}: {output[-2000:]}")
+    last = int(settings["rounds"])
+    one, other = (processes.checkpoint(run, last) for run in runs)
+    if one != other:
+      raise Broken("its last checkpoint is not that of one that was not killed")
+  except Broken as error:
+    _tell(title, number, error, workdir)
+    return False
+  print(f"{title}  survived, with the same bits", flush=True)
+  shutil.rmtree(workdir)
+  return True
+
+
+@contextlib.contextmanager
+def _clock() -> Iterator[None]:
+  """Lets `clock_jumped` move the clock of runs that begin meanwhile."""
+  with tempfile.TemporaryDirectory(prefix="soak_clock_") as directory:
+    pathlib.Path(directory, "sitecustomize.py").write_text(_CLOCK)
+    pathlib.Path(directory, "offset").write_bytes(struct.pack("d", 0.0))
+    before = dict(os.environ)
+    paths = [directory, before.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ["SOAK_CLOCK"] = f"{directory}/offset"
+    try:
+      yield
+    finally:
+      os.environ.clear()
+      os.environ.update(before)
+
+
 def _hurt(
   command: list[str],
   way: Callable[[subprocess.Popen[str]], bool],
   after_s: float,
+  reporting: pathlib.Path | None,
 ) -> None:
-  """Starts a run, hurts it and waits until it has ended."""
+  """Starts a run, hurts it and waits until it has ended.
+
+  Args:
+    reporting: its directory; the time counts from its last round.
+  """
   with _begun(command) as process:
-    seen = _workers_until(process, time.monotonic() + after_s)
+    seen: set[int] = set()
+    if reporting is not None:
+      seen = _workers_until(
+        process,
+        time.monotonic() + _END_S,
+        lambda: processes.rounds(reporting) >= _ROUNDS_MORE,
+      )
+    seen |= _workers_until(process, time.monotonic() + after_s)
     if process.poll() is None and not way(process):
       time.sleep(_STOPPED_S)  # It goes on, and is asked to end.
       process.terminate()
@@ -150,10 +254,14 @@ def _begun(command: list[str]):
       process.kill()
 
 
-def _workers_until(process: subprocess.Popen[str], until_s: float) -> set[int]:
-  """Returns the workers that a run starts up to a time."""
+def _workers_until(
+  process: subprocess.Popen[str],
+  until_s: float,
+  done: Callable[[], bool] = lambda: False,
+) -> set[int]:
+  """Returns the workers that a run starts up to a time, or to an event."""
   seen: set[int] = set()
-  while time.monotonic() < until_s and process.poll() is None:
+  while time.monotonic() < until_s and process.poll() is None and not done():
     seen.update(processes.workers_of(process))
     time.sleep(0.05)
   return seen
@@ -217,6 +325,17 @@ def out_of_files(process: subprocess.Popen[str]) -> bool:
   return False
 
 
+def clock_jumped(process: subprocess.Popen[str]) -> bool:
+  """Moves the clock of the run ahead by a day, and back by two."""
+  del process  # It and its workers have the offset of the trial.
+  path = pathlib.Path(os.environ["SOAK_CLOCK"])
+  for offset_s in (_DAY_S, -_DAY_S):
+    with path.open("r+b") as file:
+      file.write(struct.pack("d", offset_s))
+    time.sleep(_STOPPED_S / 2)
+  return False
+
+
 def engine_killed(process: subprocess.Popen[str]) -> bool:
   """Kills the process of the engine, if that is up."""
   for worker in processes.workers_of(process):
@@ -238,7 +357,7 @@ def _stop(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-_WAYS = (killed, terminated, stopped, full, out_of_files)
+_WAYS = (killed, terminated, stopped, full, out_of_files, clock_jumped)
 _WAYS_OF_WORKERS = (engine_killed, engine_stopped)
 
 

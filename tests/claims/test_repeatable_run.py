@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rl.audit import event_log, token_ledger
-from tests.helpers import commands
+from tests.helpers import commands, processes
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -45,9 +45,8 @@ def finish(process):
 
 
 def last_checkpoint(workdir):
-  """Returns the checksums of its arrays, and the rest of what it holds."""
-  path = workdir / "checkpoints" / "6" / "record" / "metadata"
-  return json.loads(path.read_text())["body"]
+  """Returns the content of the checkpoint of the last round."""
+  return processes.checkpoint(workdir, 6)
 
 
 @pytest.fixture(scope="module")

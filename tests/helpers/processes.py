@@ -57,6 +57,12 @@ def outliving(pids) -> list[int]:
   return []
 
 
+def checkpoint(run_dir, step) -> dict:
+  """Returns the checksums of a checkpoint's arrays, and the rest it holds."""
+  path = run_dir / "checkpoints" / str(step) / "record" / "metadata"
+  return json.loads(path.read_text())["body"]
+
+
 def events(run_dir, kind):
   """Returns the events of a kind in the log of a run."""
   log = event_log.LogFile(run_dir / "events.jsonl")
