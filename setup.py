@@ -29,6 +29,9 @@ OPENENV = ["websockets>=15"]
 PROCESSES = ["websockets>=15", "msgpack>=1.0"]
 # Methods of a class as tools.
 TOOLS = ["pydantic>=2.10"]
+# Tokenizers of published models; it brings a client of the hub, and with that a
+# dozen packages.
+HF = ["tokenizers>=0.21"]
 # A client of the API, to try an environment with a served model.
 OPENAI = ["openai>=1.60"]
 # Rows of Parquet files as tasks; JSON lines need nothing.
@@ -46,6 +49,7 @@ TEST = [
   *PYTEST,
   # Searches of the seams: make fuzz.
   "hypothesis>=6.130",
+  *HF,
   *OPENAI,
   "anthropic>=2.0",
   *SERVE,
@@ -110,8 +114,7 @@ setuptools.setup(
     "optax>=0.2.6",
     "orbax-checkpoint>=0.11.30",
     "grain>=0.2.14",
-    # Tokenizers and chat templates of models.
-    "tokenizers>=0.21",
+    # Chat templates of models.
     "jinja2>=3.1.6",
     "absl-py>=2.1",
     "numpy>=2.0",
@@ -134,6 +137,7 @@ setuptools.setup(
     "xm": XM,
     "tools": TOOLS,
     "mcp": [*TOOLS, *MCP],
+    "hf": HF,
     "openai": OPENAI,
     "parquet": PARQUET,
     "serve": SERVE,

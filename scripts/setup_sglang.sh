@@ -18,7 +18,7 @@ rm -rf .venv-sglang
 # from the newest.
 if ! .venv-sglang/bin/python -m pip install --no-input 'jax==0.8.3' \
   'flax==0.12.6' 'optax==0.2.8' 'orbax-checkpoint==0.12.8' 'numpy==2.2.6' \
-  --editable '.[sglang,serve,constrained,rewards,processes,pytest]' \
+  --editable '.[sglang,hf,serve,constrained,rewards,processes,pytest]' \
   >.venv-sglang/setup.log 2>&1; then
   tail -n 20 .venv-sglang/setup.log >&2
   echo "Set-up failed: see above, or all of .venv-sglang/setup.log." >&2

@@ -26,6 +26,7 @@ EXTRAS = {
   "reasoning_gym": "reasoning",
   "starlette": "serve",
   "textarena": "envs",
+  "tokenizers": "hf",
   "uvicorn": "serve",
   "wandb": "wandb",
   "websockets": "processes",

@@ -24,9 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import tokenizers
 from jaxtyping import Int32
-from tokenizers import decoders
 
 from models import untrusted_files
 from models.chat import answer_grammar, tool_calls, trial
@@ -349,8 +347,20 @@ def _template(root: pathlib.Path, settings: dict[str, Any]) -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=4)
-def _tokenizer(source: str) -> tokenizers.Tokenizer:
-  """Returns a tokenizer that encodes special tokens in text as plain text."""
+def _tokenizer(source: str) -> Any:
+  """Returns a tokenizer that encodes special tokens in text as plain text.
+
+  Raises:
+    ValueError: it cannot be used, or tokenizers is not installed.
+  """
+  # Not at the top: a run on a list of words does without.
+  try:
+    import tokenizers
+    from tokenizers import decoders
+  except ImportError as error:
+    raise ValueError(
+      "its tokenizer needs the package tokenizers: pip install 'twinmesh[hf]'"
+    ) from error
   # Batches are of one text: threads for them would do nothing.
   os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
   try:
@@ -375,7 +385,7 @@ def _tokenizer(source: str) -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def _control(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
+def _control(tokenizer: Any) -> dict[str, int]:
   """Returns the ids of the special tokens."""
   found = {}
   for index, token in tokenizer.get_added_tokens_decoder().items():
