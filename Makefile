@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs interop agents sglang reasoning bfcl openenv backends xm trackers lock clean
+.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs interop agents sglang reasoning bfcl openenv backends xm trackers wheels lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -24,6 +24,7 @@ help:
 	@echo 'make trackers add the trackers to .venv, run their tests'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make audit   ask for known vulnerabilities of what is locked'
+	@echo 'make wheels  work with a wheel on each Python, with the oldest jax and the newest'
 	@echo 'make lock    resolve setup.py again into requirements.lock'
 	@echo 'make clean   remove environments and caches, keep runs/'
 	@echo
@@ -166,6 +167,9 @@ backends: .venv/ready .venv-backends/ready
 xm: .venv/ready .venv-xm/ready
 	@TWINMESH_XMANAGER=.venv-xm/bin/xmanager $(pytest) \
 	  tests/launch/test_xm.py $(ARGS)
+
+wheels: .venv/ready
+	@$(python) -m scripts.try_wheel $(ARGS)
 
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
