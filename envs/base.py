@@ -4,7 +4,7 @@ import dataclasses
 import json
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -142,8 +142,12 @@ class Environment(Protocol):
     """Returns the first observation."""
     ...
 
-  async def step(self, answer: Message) -> Step:
-    """Returns the reply to the agent's answer."""
+  def step(self, answer: Message) -> Awaitable[Step]:
+    """Returns the reply to the agent's answer.
+
+    As a rule it is `async`. A plain future costs a task less where thousands
+    of environments only wait.
+    """
     ...
 
   async def close(self) -> None:

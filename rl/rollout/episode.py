@@ -239,12 +239,13 @@ class _Guarded:
 
 def as_message(answer: tool_calls.Answer) -> base.Message:
   """Returns a parsed answer as a message of the agent."""
-  calls = answer.tool_calls and tuple(
-    [base.ToolCall(c.name, c.arguments, c.id) for c in answer.tool_calls]
-  )
-  return base.Message(
-    "assistant", answer.content, calls, answer.reasoning or None
-  )
+  calls: tuple[base.ToolCall, ...] = ()
+  if answer.tool_calls:
+    calls = tuple(
+      [base.ToolCall(c.name, c.arguments, c.id) for c in answer.tool_calls]
+    )
+  reasoning = answer.reasoning or None
+  return base.Message("assistant", answer.content, calls, reasoning)
 
 
 def as_text(answer: str | base.Message) -> str:

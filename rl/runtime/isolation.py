@@ -19,7 +19,7 @@ from collections.abc import (
   Mapping,
   Sequence,
 )
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeGuard, TypeVar, get_args
 
 import numpy as np
 
@@ -127,7 +127,9 @@ async def _run(
     _give(answer, (None, error))
 
 
-def _is_pending(work: Any, loop: asyncio.AbstractEventLoop) -> bool:
+def _is_pending(
+  work: object, loop: asyncio.AbstractEventLoop
+) -> TypeGuard[asyncio.Future[Any]]:
   """Returns True for a future to wait for; a subclass may do anything."""
   is_future = type(work) is asyncio.Future
   return is_future and work.get_loop() is loop and not work.done()
