@@ -182,6 +182,14 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_can_end_with_its_standard_input(tmp_path):
+  # `commands.launch` gives it none, so it is asked to stop when it begins.
+  train = commands.train(tmp_path, TINY | {"rounds": "4000"})
+  done = commands.launch(*train, "--end_with_stdin")
+  assert done.returncode == 128 + signal.SIGINT, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
   settings = TINY | SYNC | {"rounds": "6"}
   whole, killed = tmp_path / "whole", tmp_path / "killed"
