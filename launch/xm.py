@@ -24,14 +24,15 @@ if "xmanager" in sys.modules:
   # It has a flag that it gives to every script, and does so without importing.
   importlib.import_module("xmanager.xm.utils")
 
-_CONFIG = absl_flags.DEFINE_string("config", None, "A Python file.")
+_CONFIG = absl_flags.DEFINE_string(
+  "config", None, "A Python file.", required=True
+)
 _WORKDIR = absl_flags.DEFINE_string(
-  "workdir", None, "Parent directory of all runs."
+  "workdir", None, "Parent directory of all runs.", required=True
 )
 _PARALLEL = absl_flags.DEFINE_integer(
   "parallel", 1, "Runs at the same time.", lower_bound=1
 )
-absl_flags.mark_flags_as_required(["config", "workdir"])
 
 
 def commands(path: str, workdir: str) -> list[list[str]]:
