@@ -130,9 +130,8 @@ def _rounds(directory: pathlib.Path) -> dict[int, dict[str, Any]]:
 
 def note(directory: pathlib.Path) -> str:
   """Returns what a sweep has noted about a run; "" without a note."""
-  path = directory / _NOTE
   try:
-    return untrusted_files.read_text(path).strip()
+    return untrusted_files.read_text(directory / _NOTE).strip()
   except untrusted_files.BadFile:
     return ""
 

@@ -34,6 +34,9 @@ class FollowedRows:
   def look(self) -> dict[int, dict[str, Any]]:
     """Returns the rows by their numbers; the caller leaves them as they are."""
     try:
+      # Opening a pipe would wait for somebody who writes to it.
+      if not self._path.is_file():
+        raise FileNotFoundError
       with self._path.open("rb") as file:
         self._read(file)
     except OSError:

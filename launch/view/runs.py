@@ -42,6 +42,42 @@ class ViewedRun:
     self._settings: dict[str, str] = {}
     self._rounds: int | None = None
     self._seen: tuple[int, int] | None = None
+    self._curve: tuple[Any, dict[str, Any]] | None = None
+
+  def curve(self, metric: str, less: bool) -> dict[str, Any]:
+    """Returns a metric over all axes, and its last and best mean.
+
+    The newest answer is kept until there are more rows.
+
+    Args:
+      less: less of it is better.
+    """
+    rows = self.metrics.look()
+    key = metric, less, self.metrics.changes
+    if self._curve is None or self._curve[0] != key:
+      compared = self.compared(comparison.values_of(rows, metric))
+      axes = places(rows)
+      values = [compared.values.get(number) for number in axes["rounds"]]
+      columns = {**axes, "values": values}
+      self._curve = (
+        key,
+        {
+          **{name: _thinned(column) for name, column in columns.items()},
+          "last": compared.last,
+          "best": compared.best(less),
+        },
+      )
+    return self._curve[1]
+
+  def compared(self, values: Mapping[int, float]) -> comparison.ComparedRun:
+    """Returns the run as `comparison` has it, with values of a metric."""
+    return comparison.ComparedRun(
+      name=self.name,
+      settings=self.settings(),
+      values=values,
+      rounds=len(self.metrics.look()),
+      note=comparison.note(self.path),
+    )
 
   def settings(self) -> dict[str, str]:
     """Returns the leaves of its config.json as text, by dotted name."""
@@ -133,7 +169,7 @@ class RunsDirectory:
   def overview(self) -> dict[str, Any]:
     """Returns the data of the table of runs."""
     runs = self.look()
-    compared = [self._compared(run, "") for run in runs.values()]
+    compared = [run.compared({}) for run in runs.values()]
     names = comparison.differing(compared)
     groups = {
       run.name: group
@@ -170,15 +206,7 @@ class RunsDirectory:
     """Returns a metric of every run, over rounds, tokens and seconds."""
     entry = next((row for row in self._docs if row.matches(metric)), None)
     less = entry is not None and entry.worse == _LESS
-    runs = {}
-    for name, run in self.look().items():
-      compared = self._compared(run, metric)
-      axes = places(run.metrics.look())
-      values = [compared.values.get(number) for number in axes["rounds"]]
-      runs[name] = {
-        key: _thinned(column)
-        for key, column in {**axes, "values": values}.items()
-      } | {"last": compared.last, "best": compared.best(less)}
+    runs = {name: run.curve(metric, less) for name, run in self.look().items()}
     return {"runs": runs, "meaning": "" if entry is None else str(entry)}
 
   def metrics_of(self, name: str) -> dict[str, Any]:
@@ -197,16 +225,6 @@ class RunsDirectory:
       "metrics": columns,
       "meanings": metric_docs.explain(list(columns)),
     }
-
-  def _compared(self, run: ViewedRun, metric: str) -> comparison.ComparedRun:
-    rows = run.metrics.look()
-    return comparison.ComparedRun(
-      name=run.name,
-      settings=run.settings(),
-      values=comparison.values_of(rows, metric),
-      rounds=len(rows),
-      note=comparison.note(run.path),
-    )
 
 
 def _directories(root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:

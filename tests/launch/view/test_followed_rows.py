@@ -67,6 +67,11 @@ def test_what_is_no_row_is_left_out(path):
   assert rows.look() == {7: {"round": 7, "x": None}}
 
 
+def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(path):
+  os.mkfifo(path)
+  assert followed_rows.FollowedRows(path).look() == {}
+
+
 def test_a_line_without_bounds_is_given_up(path, monkeypatch):
   monkeypatch.setattr(followed_rows, "_BLOCK", 1 << 10)
   monkeypatch.setattr(followed_rows, "_MAX_LINE_BYTES", 1 << 12)

@@ -158,6 +158,8 @@ def test_a_run_of_any_content_is_a_row(tmp_path):
   (tmp_path / "a").mkdir()
   (tmp_path / "a" / "config.json").write_text("[" * 9999)
   (tmp_path / "a" / "metrics.jsonl").mkdir()
+  for name in ("sweep_note.txt", status_server.FILE):
+    os.mkfifo(tmp_path / "a" / name)
   viewed_runs.run(tmp_path / "b")
   found = overview(tmp_path)
   assert [run["round"] for run in found["runs"]] == [0, 4]
