@@ -24,7 +24,10 @@ _MAX_POINTS = 2000
 _MAX_TEXT = 200
 _CONFIG = "config.json"
 _LESS = "↑"
+_EVALUATION = "evaluation/"
+_EVALUATED_S = f"{_EVALUATION}time_s"
 _FIRST = ("success", "reward_mean")
+_NO_METRICS = ("round", f"{_EVALUATION}round")
 
 
 class ViewedRun:
@@ -39,10 +42,29 @@ class ViewedRun:
     self.name = name
     self.path = path
     self.metrics = followed_rows.FollowedRows(path / "metrics.jsonl")
+    self._evaluations = followed_rows.FollowedRows(path / "evaluations.jsonl")
+    self._rows: tuple[Any, dict[int, dict[str, Any]]] | None = None
     self._settings: dict[str, str] = {}
     self._rounds: int | None = None
     self._seen: tuple[int, int] | None = None
     self._curve: tuple[Any, dict[str, Any]] | None = None
+
+  def rows(self) -> dict[int, dict[str, Any]]:
+    """Returns the metrics by round, with those of evaluations after it.
+
+    These begin with "evaluation/", as in docs/metrics.md. Round 0 has what was
+    evaluated before training.
+    """
+    metrics, evaluations = self.metrics.look(), self._evaluations.look()
+    key = self.metrics.changes, self._evaluations.changes
+    if self._rows is None or self._rows[0] != key:
+      rows = {number: dict(row) for number, row in metrics.items()}
+      for number, row in evaluations.items():
+        if number in metrics or number == 0:
+          named = {f"{_EVALUATION}{name}": x for name, x in row.items()}
+          rows[number] = named | rows.get(number, {"round": number})
+      self._rows = key, rows
+    return self._rows[1]
 
   def curve(self, metric: str, less: bool) -> dict[str, Any]:
     """Returns a metric over all axes, and its last and best mean.
@@ -52,8 +74,9 @@ class ViewedRun:
     Args:
       less: less of it is better.
     """
-    rows = self.metrics.look()
-    key = metric, less, self.metrics.changes
+    rows = self.rows()
+    assert self._rows is not None
+    key = metric, less, self._rows[0]
     if self._curve is None or self._curve[0] != key:
       compared = self.compared(comparison.values_of(rows, metric))
       axes = places(rows)
@@ -179,7 +202,7 @@ class RunsDirectory:
     rows, metrics = [], dict.fromkeys(_FIRST)
     for run, seen in zip(runs.values(), compared, strict=True):
       newest = max(run.metrics.look(), default=0)
-      metrics |= dict.fromkeys(_numeric(run.metrics.look()))
+      metrics |= dict.fromkeys(_numeric(run.rows()))
       rows.append(
         {
           "name": run.name,
@@ -211,14 +234,13 @@ class RunsDirectory:
 
   def metrics_of(self, name: str) -> dict[str, Any]:
     """Returns all metrics of a run; KeyError if there is no such run."""
-    rows = self.look()[name].metrics.look()
+    rows = self.look()[name].rows()
     axes, keys = places(rows), _numeric(rows)
     columns = {
       key: _thinned(
         [_number(rows[number].get(key)) for number in axes["rounds"]]
       )
       for key in keys
-      if key != "round"
     }
     return {
       **{key: _thinned(column) for key, column in axes.items()},
@@ -270,7 +292,10 @@ def places(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Any]]:
   return {
     "rounds": numbers,
     "tokens": tokens,
-    "time": [_number(rows[number].get("time_s")) for number in numbers],
+    "time": [
+      _number(rows[number].get("time_s", rows[number].get(_EVALUATED_S)))
+      for number in numbers
+    ],
   }
 
 
@@ -280,12 +305,17 @@ def _number(value: Any) -> float | None:
 
 
 def _numeric(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
-  """Returns the names of the metrics of the first and the last round."""
+  """Returns the names of the metrics of the first and the newest rounds.
+
+  Those of an evaluation are in the round that it followed.
+  """
   names: dict[str, None] = {}
-  for number in dict.fromkeys([min(rows, default=0), max(rows, default=0)]):
+  evaluated = [n for n, row in rows.items() if _EVALUATED_S in row]
+  ends = [min(rows, default=0), max(rows, default=0), *evaluated[-1:]]
+  for number in dict.fromkeys(ends):
     row = rows.get(number, {})
     names |= {key: None for key, x in row.items() if not isinstance(x, str)}
-  return list(names)
+  return [name for name in names if name not in _NO_METRICS]
 
 
 def _thinned(column: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ import { range } from "./dom.js";
 export const AXES = {
   rounds: "rounds", tokens: "sampled tokens", time: "seconds",
 };
-const GRID = 160;
+const GRID = 160, MIN_SMOOTHED = 25;
 
 // The values of a run over an axis, without the rounds that have none.
 export function pointsOf(run, axis) {
@@ -15,6 +15,8 @@ export function pointsOf(run, axis) {
 }
 
 export function smoothed(points) {
+  // Few points, as of evaluations, are drawn as they are.
+  if (points.length < MIN_SMOOTHED) return points;
   const means = smooth(points.map(([, value]) => value));
   return points.map(([at], i) => [at, means[i]]);
 }

@@ -93,6 +93,31 @@ def test_a_curve_lies_over_rounds_tokens_and_seconds(tmp_path):
   assert curve["values"] == pytest.approx([0.1, 0.2, 0.3])
 
 
+def test_evaluations_are_metrics_of_the_rounds_before_them(tmp_path):
+  path = viewed_runs.run(tmp_path / "a", 3)
+  viewed_runs.write_lines(
+    path / "evaluations.jsonl",
+    [
+      {"round": 0, "success": 0.25, "time_s": 1.0, "fault": ""},
+      {"round": 2, "success": 0.75, "time_s": 5.0},
+      {"round": 9, "success": 1.0},  # Of a round that is not there.
+    ],
+  )
+  directory = runs.RunsDirectory(tmp_path)
+  found = directory.overview()["metrics"]
+  assert "evaluation/success" in found
+  assert not {"round", "evaluation/round", "evaluation/fault"} & {*found}
+  curve = directory.curves("evaluation/success")["runs"]["a"]
+  assert curve["rounds"] == [0, 1, 2, 3]
+  assert curve["values"] == [0.25, None, 0.75, None]
+  assert curve["tokens"] == [0.0, 100.0, 200.0, 300.0]
+  # Before the first round it is the time of the evaluation.
+  assert curve["time"] == [1.0, 2.0, 4.0, 6.0]
+  assert curve["best"] == 0.5
+  held_out = directory.metrics_of("a")["metrics"]["evaluation/success"]
+  assert held_out == curve["values"]
+
+
 def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):
   viewed_runs.run(tmp_path / "a", 2)
   rows = viewed_runs.metrics(5001)
