@@ -34,7 +34,8 @@ ENVIRONMENTS = ROOT / "docs" / "guides" / "environments.md"
 WORKERS = ROOT / "docs" / "guides" / "workers-and-sandbox.md"
 AGENTS = ROOT / "docs" / "guides" / "agents.md"
 REWARDS = ROOT / "docs" / "guides" / "rewards.md"
-PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS, REWARDS)
+HOSTILE = ROOT / "docs" / "guides" / "hostile.md"
+PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS, REWARDS, HOSTILE)
 PICTURE = ROOT / "docs" / "packages.svg"
 RECIPES = ROOT / "docs" / "recipes.md"
 LONG_RUN = ROOT / "docs" / "long_run.svg"
@@ -878,6 +879,40 @@ def repeatable(result: Mapping[str, Any]) -> Rows:
     )
 
 
+def hostile_server(result: Mapping[str, Any]) -> Rows:
+  """Yields what large requests got, and how long others waited meanwhile."""
+  yield ("request", "status", "took", "others waited", "at most")
+  for row in result["server"]:
+    yield (
+      row["request"],
+      str(row["status"]),
+      f"{row['took_s']:.1f} s",
+      f"{row['others_ms']:.0f} ms",
+      f"{row['worst_ms']:.0f} ms",
+    )
+
+
+def hostile_files(result: Mapping[str, Any]) -> Rows:
+  """Yields what became of runs whose files were damaged."""
+  fates = ("moved aside", "left as it is", "refused")
+  yield ("damage", "tried", "shown", *fates, "anything else")
+  for row in result["files"]:
+    counts = dict(row["outcomes"])
+    shown = counts.pop("shown", 0)
+    tried = sum(counts.values())
+    known = [counts.pop(fate, 0) for fate in fates]
+    numbers = (tried, shown, *known, sum(counts.values()))
+    yield (row["damage"], *map(str, numbers))
+
+
+def hostile_runs(result: Mapping[str, Any]) -> Rows:
+  """Yields how many runs went on after each way to hurt them."""
+  yield ("hurt by", "tried", "survived")
+  for row in (*result["kills"], *result["disks"]):
+    way = row["way"].replace("_", " ")
+    yield (way, str(row["tried"]), str(row["survived"]))
+
+
 TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   tools, seeds_guess_number_moe, seeds_frozen_lake_moe, seeds_agent_letters,
   overlap_as_is, overlap_slow, overlap_accelerator, repeatable,
@@ -896,6 +931,7 @@ TABLES: Sequence[Callable[[Mapping[str, Any]], Rows]] = (
   packing, fill, estimator_bias, attention, checkpoints, environments,
   environment_processes, environment_processes_whole,
   rewards_places, rewards_rounds, reward_rounds,
+  hostile_server, hostile_files, hostile_runs,
 )  # fmt: skip
 """A table's name begins with that of its file in benchmarks/results."""
 
