@@ -32,6 +32,7 @@ from models import config as model_config
 from models import memory_report
 from models import policy as policy_lib
 from rl.audit import event_log
+from rl.backends import local
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, router, weight_publisher, weight_transfer
@@ -153,7 +154,9 @@ async def _measure() -> dict[str, Any]:
     model=_MODEL, engine=_SETTINGS, mesh=place.decode
   )
   info = placement.EngineInfo("apart")
-  remote = remote_engine.RemoteEngines({info: task}, None, copier, spans)
+  remote = remote_engine.RemoteEngines(
+    {info: task}, None, copier, spans, backend=local.Local()
+  )
   apart = remote.build(0, info)
   shardings = functools.partial(
     weight_transfer.pool_shardings, _MODEL, dtype="same"

@@ -1,6 +1,7 @@
 """Looks at runs in processes of their own, and at their workers."""
 
 import contextlib
+import json
 import pathlib
 import time
 
