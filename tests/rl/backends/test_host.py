@@ -1,5 +1,6 @@
 """A host that starts programs: for whom, how many, and until when."""
 
+import dataclasses
 import socket
 
 import pytest
@@ -89,10 +90,12 @@ def test_a_full_host_is_passed_over_and_the_rest_are_told_why(tmp_path):
     assert f"{other.address}: all 1 places are taken" in third.reason
     first.kill()
     under_test.ended(first)
-    # Its place is free again.
-    fourth = launcher.start(programs[0])
+    # Its place is free again, as soon as the host has noticed.
+    patient = dataclasses.replace(setting, place_s=60).open(tmp_path)
+    fourth = patient.start(programs[0])
     under_test.says(programs[0], "here\nhere")
     assert (second.code(), fourth.code()) == (None, None)
+    patient.close()
     launcher.close()
 
 
