@@ -1,14 +1,12 @@
 // The recorded trajectories of a run: filters, a list, and one turn by turn.
 
 import { address, linkTo } from "./address.js";
-import { el, format, options, say } from "./dom.js";
+import { el, format, say } from "./dom.js";
+import { rowFilters } from "./filters.js";
 import { virtualList } from "./list.js";
 import { detailView } from "./turns.js";
 
-const ALL = "all";
-const CHOICES = ["round", "source", "status", "lag", "trained"];
 const HEADS = ["round", "member", "reward", "task", "tokens"];
-const RANGES = { reward: "Reward", tokens: "Sampled tokens" };
 
 export const keyOf = ({ round, group, index }) => `${round}/${group}/${index}`;
 
@@ -25,75 +23,24 @@ function objects({ columns, rows }) {
 
 export function trajectoriesSection(source, run) {
   const browser = { all: [], found: [], index: null, wanted: "", open: null };
-  const selects = Object.fromEntries(CHOICES.map((field) =>
-    [field, el("select", { "data-filter": field, onchange: filter })]));
-  const inputs = Object.fromEntries(Object.keys(RANGES).map((field) =>
-    [field, ["least", "most"].map((end) => el("input", { type: "number",
-      step: "any", placeholder: end, "data-filter": `${field}-${end}`,
-      "aria-label": `${RANGES[field]}, ${end}`, oninput: filter }))]));
-  const task = el("input", { type: "search", "data-filter": "task",
-    placeholder: "part of a name", "aria-label": "Task", oninput: filter });
+  const filters = rowFilters(filter);
   const shown = el("small", { id: "shown" });
   const view = detailView(openKey);
   const list = virtualList("Trajectories", rowOf, (row) => open(row));
-  const label = (text, ...nodes) => el("label", {}, `${text} `, ...nodes);
+  const heads = el("div", { class: "row heads", "aria-hidden": "true" },
+    ...HEADS.map((head) => el("span", {}, head)));
   const node = el("section", { id: "trajectories",
     "aria-label": "Trajectories" },
-  el("div", { class: "bar" }, el("h2", {}, "Trajectories")),
-  el("div", { class: "filters" },
-    ...CHOICES.map((field) => label(titleOf(field), selects[field])),
-    ...Object.entries(RANGES).map(([field, text]) =>
-      el("span", {}, label(text, inputs[field][0]), " ", inputs[field][1])),
-    label("Task", task),
-    el("button", { id: "clear", onclick: clear }, "Clear")),
+  el("div", { class: "bar" }, el("h2", {}, "Trajectories")), filters.node,
   el("p", {}, shown),
-  el("div", { class: "browser" }, el("div", {},
-    el("div", { class: "row heads", "aria-hidden": "true" },
-      ...HEADS.map((head) => el("span", {}, head))), list.node), view.node));
+  el("div", { class: "browser" }, el("div", {}, heads, list.node), view.node));
 
   function filter() {
-    const tests = [];
-    for (const [field, select] of Object.entries(selects))
-      if (select.value && select.value !== ALL)
-        tests.push((row) => String(row[field]) === select.value);
-    for (const [field, [least, most]] of Object.entries(inputs)) {
-      if (least.value !== "") {
-        const bound = Number(least.value);
-        tests.push((row) => row[field] != null && row[field] >= bound);
-      }
-      if (most.value !== "") {
-        const bound = Number(most.value);
-        tests.push((row) => row[field] != null && row[field] <= bound);
-      }
-    }
-    const text = task.value.trim().toLowerCase();
-    if (text) tests.push((row) => row.task.toLowerCase().includes(text));
-    browser.found = tests.length
-      ? browser.all.filter((row) => tests.every((test) => test(row)))
-      : browser.all;
-    tellShown();
+    browser.found = filters.chosen(browser.all);
+    shown.textContent = shownText(browser);
+    say(`${browser.found.length} trajectories`);
     list.place = browser.found.findIndex((row) => keyOf(row) === browser.open);
     list.show(browser.found);
-  }
-
-  function clear() {
-    for (const select of Object.values(selects)) select.value = ALL;
-    for (const input of [task, ...Object.values(inputs).flat()])
-      input.value = "";
-    filter();
-  }
-
-  function tellShown() {
-    const { all, found, index } = browser;
-    const rounds = new Set(all.map(({ round }) => round)).size;
-    shown.textContent = !all.length ? "No trajectory on this page."
-      : `${found.length} of the ${all.length} trajectories on this page: ` +
-        (index.is_sample ? "whole groups" : "all that were recorded") +
-        ` of ${rounds} round${rounds > 1 ? "s" : ""}` +
-        (index.is_sample ? ", spread over the run. All that were recorded " +
-          "are in trajectories/." : ".") +
-        (index.odd ? ` Lines left out: ${index.odd}.` : "");
-    say(`${found.length} trajectories`);
   }
 
   async function load() {
@@ -101,19 +48,21 @@ export function trajectoriesSection(source, run) {
     if (index === browser.index) return;
     browser.index = index;
     browser.all = objects(index);
-    for (const field of CHOICES) {
-      const values = [...new Set(browser.all.map((row) => String(row[field])))];
-      options(selects[field], [ALL, ...values.sort((a, b) =>
-        a.localeCompare(b, "en", { numeric: true }))]);
-    }
+    filters.offer(browser.all);
     filter();
+    const row = rowOfKey(browser.open);
+    if (row) view.renew(row, browser.all);
     if (browser.wanted) openKey(browser.wanted);
     else if (browser.open === null && browser.found.length)
       await open(browser.found[0], false);
   }
 
+  function rowOfKey(key) {
+    return browser.all.find((one) => keyOf(one) === key);
+  }
+
   function openKey(key) {
-    const row = browser.all.find((one) => keyOf(one) === key);
+    const row = rowOfKey(key);
     if (row) open(row);
   }
 
@@ -129,16 +78,9 @@ export function trajectoriesSection(source, run) {
     } catch (error) {
       return browser.open === key && view.fail(`${error.message || error}`);
     }
-    // Somebody may have gone on meanwhile.
-    if (browser.open === key) view.show(row, detail, browser.all);
-  }
-
-  function remember(key) {
-    const { path, fields } = address();
-    if (path !== "run") return;
-    fields.set("trajectory", key);
-    history.replaceState(null, "",
-      linkTo(path, Object.fromEntries(fields)));
+    // Somebody may have gone on meanwhile, and the index too.
+    if (browser.open === key)
+      view.show(rowOfKey(key) ?? row, detail, browser.all);
   }
 
   return { node, load, draw: () => list.draw(), show(key) {
@@ -147,8 +89,23 @@ export function trajectoriesSection(source, run) {
   } };
 }
 
-function titleOf(field) {
-  return field[0].toUpperCase() + field.slice(1);
+// Puts a trajectory into the address, where it can be kept.
+function remember(key) {
+  const { path, fields } = address();
+  if (path !== "run") return;
+  fields.set("trajectory", key);
+  history.replaceState(null, "", linkTo(path, Object.fromEntries(fields)));
+}
+
+function shownText({ all, found, index }) {
+  if (!all.length) return "No trajectory on this page.";
+  const rounds = new Set(all.map(({ round }) => round)).size;
+  return `${found.length} of the ${all.length} trajectories on this page: ` +
+    (index.is_sample ? "whole groups" : "all that were recorded") +
+    ` of ${rounds} round${rounds > 1 ? "s" : ""}` +
+    (index.is_sample ? ", spread over the run. All that were recorded are in " +
+      "trajectories/." : ".") +
+    (index.odd ? ` Lines left out: ${index.odd}.` : "");
 }
 
 function rowOf(row) {

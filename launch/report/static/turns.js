@@ -44,6 +44,14 @@ export function detailView(open) {
     redraw();
   }
 
+  // What is known of the trajectory that is shown may have grown.
+  function renew(row, all) {
+    if (!latest || keyOf(latest.row) !== keyOf(row)) return;
+    const isSame = JSON.stringify(latest.row) === JSON.stringify(row);
+    Object.assign(latest, { row, all });
+    if (!isSame) redraw();
+  }
+
   function draw({ row, detail, all }) {
     body.className = mask.checked ? "show-mask" : "";
     body.replaceChildren(...headOf(row, detail, all, open),
@@ -58,7 +66,7 @@ export function detailView(open) {
     bar.hidden = true;
     body.replaceChildren(el("p", { class: "broken" }, text));
   }
-  return { node, show, fail };
+  return { node, show, renew, fail };
 }
 
 function legendOf(by, isMask) {

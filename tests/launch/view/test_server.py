@@ -315,7 +315,8 @@ def test_the_mask_and_the_colours_of_tokens_are_told_apart(address, browser):
     browser.choose("#colour", by)
     colours[by] = browser.do(f"{style}.backgroundColor")
   assert len({*colours.values()}) == 4
-  assert browser.count(".turn.masked") == 1
+  # Once the log is read.
+  browser.wait("document.querySelectorAll('.turn.masked').length === 1")
   before = browser.do(f"{style}.opacity")
   browser.click("#mask")
   assert browser.do(f"{style}.opacity") <= before
