@@ -121,7 +121,8 @@ def attempt(wheel: pathlib.Path, python: str, jax: str) -> str:
     # The texts of metrics are in the wheel, and so are the configs.
     page = (work / "runs/first/report.html").read_text("utf-8")
     assert "Formula: " in page, "the report does not explain its metrics"
-    run(twinmesh, "train", "--config=configs/counter.py", "--help", cwd=work)
+    shipped = "--config=configs/next_letter.py"
+    run(twinmesh, "train", shipped, "--print_config", cwd=work)
   return size
 
 
