@@ -7,10 +7,11 @@ python=$(scripts/find_python.sh)
 echo "Making .venv-xm with $python; this takes minutes ..."
 rm -rf .venv-xm
 "$python" -m venv .venv-xm
-# An older pip takes ten minutes to choose among the clients of a cloud.
-if ! { .venv-xm/bin/python -m pip install --no-input --upgrade pip &&
-  .venv-xm/bin/python -m pip install --no-input --editable '.[xm]' \
-    --constraint .venv/pins; } >.venv-xm/setup.log 2>&1; then
+# pip takes ten minutes and more to choose among the clients of a cloud, and with
+# the versions of the lock it does not end.
+if ! { .venv-xm/bin/python -m pip install --no-input uv &&
+  .venv-xm/bin/python -m uv pip install --python .venv-xm/bin/python \
+    --editable '.[xm]'; } >.venv-xm/setup.log 2>&1; then
   tail -n 20 .venv-xm/setup.log >&2
   echo "Set-up failed: see above, or all of .venv-xm/setup.log." >&2
   exit 1
