@@ -1,6 +1,6 @@
 """Long runs: memory, files, threads, tasks and the disk, round by round.
 
-  python -m benchmarks.long_run [--rounds=100000] [--minutes=20] [--slice=5]
+  python -m benchmarks.long_run [--simulated_rounds=100000] [--minutes=20]
 
 A simulated run of the real coordinator, producer, gate, buffer, router and
 event log: 2 groups of 2 members a round, a staleness of 1, and environments
@@ -10,8 +10,8 @@ the tests, in slices: in turn it is stopped and killed, and the same command is
 given again. Its process is watched from outside, and in the end its log is
 checked over all slices.
 
---rounds=0 or --minutes=0 leaves one of them out, and keeps its last result.
-Writes benchmarks/results/long_run.json; `python -m scripts.make_docs` draws it.
+--simulated_rounds=0 or --minutes=0 leaves one of them out, and keeps its last
+result. Writes benchmarks/results/long_run.json; `python -m scripts.make_docs` draws it.
 """
 
 import asyncio
@@ -43,7 +43,9 @@ from rl.runtime import segments
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate, workload
 
-_ROUNDS = absl_flags.DEFINE_integer("rounds", 100_000, "Simulated.")
+_ROUNDS = absl_flags.DEFINE_integer(
+  "simulated_rounds", 100_000, "Rounds to simulate."
+)
 _MINUTES = absl_flags.DEFINE_float("minutes", 20.0, "Of the real run.")
 _SLICE = absl_flags.DEFINE_float("slice", 5.0, "Minutes to a stop or a kill.")
 
