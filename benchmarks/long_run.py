@@ -11,7 +11,7 @@ given again. Its process is watched from outside, and in the end its log is
 checked over all slices.
 
 --simulated_rounds=0 or --minutes=0 leaves one of them out, and keeps its last
-result. Writes benchmarks/results/long_run.json; `python -m scripts.make_docs` draws it.
+result. Writes benchmarks/results/long_run.json, drawn by `scripts.make_docs`.
 """
 
 import asyncio
