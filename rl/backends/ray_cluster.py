@@ -93,6 +93,7 @@ class Holder:
     log.touch()
     self._process = local.LocalProcess(host.read_program(dict(data), log))
     self._output = log.open("rb")
+    self._is_lost = False
     threading.Thread(target=self._end_with_raylet, daemon=True).start()
 
   def _end_with_raylet(self) -> None:
@@ -100,6 +101,7 @@ class Holder:
     parent = os.getppid()
     while os.getppid() == parent:
       time.sleep(_LOOK_S)
+    self._is_lost = True
     self._process.close()
     os._exit(1)
 
@@ -109,8 +111,10 @@ class Holder:
       self._process.signal(number)
     code = self._process.code()
     output = self._output.read(_CHUNK)
-    # Its last words come before its code.
-    return output, None if output else code, self._process.reason
+    # Its last words come before its code. One that was ended with its raylet
+    # has none: whoever asks is to hear from Ray that it is lost.
+    is_over = not output and not self._is_lost
+    return output, code if is_over else None, self._process.reason
 
 
 class _RayLauncher(followed.FollowingLauncher):
