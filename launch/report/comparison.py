@@ -123,9 +123,7 @@ def values_of(
 
 
 def _rounds(directory: pathlib.Path) -> dict[int, dict[str, Any]]:
-  # A resumed run repeats the rounds after its checkpoint: the last one counts.
-  rows = run_files.lines(directory / "metrics.jsonl", [], round=int)
-  return {row["round"]: row for row in rows}
+  return run_files.by_round(directory / "metrics.jsonl", [])
 
 
 def note(directory: pathlib.Path) -> str:

@@ -75,17 +75,13 @@ def read(
   """
   notes: list[str] = []
 
-  def rows(name: str) -> list[dict[str, Any]]:
-    return list(run_files.lines(path / name, notes, round=int))
-
   try:
     config = run_files.settings(path)
   except untrusted_files.BadFile:
     config = {}
     notes.append("config.json is missing or unreadable.")
-  # A resumed run repeats the rounds after its checkpoint: the last one counts.
-  rounds = {row["round"]: row for row in rows("metrics.jsonl")}
-  evaluations = {row["round"]: row for row in rows("evaluations.jsonl")}
+  rounds = run_files.by_round(path / "metrics.jsonl", notes)
+  evaluations = run_files.by_round(path / "evaluations.jsonl", notes)
   notes += [
     f"The evaluation of version {number} graded no episode: "
     f"{row.get('fault') or 'all ended in faults'}."
@@ -97,7 +93,7 @@ def read(
   if verdict and verdict.num_cut:
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
   spans, num_spans = run_files.spans(path / "spans.jsonl", notes)
-  metrics = [rounds[i] for i in sorted(rounds)]
+  metrics = [*rounds.values()]
   notes += learning_section.crossings(metrics, config)
   notes += learning_section.complaints(metrics, path)
   return RunRecords(
@@ -105,9 +101,7 @@ def read(
     config=config,
     metrics=metrics,
     evaluations=[
-      evaluations[i]
-      for i in sorted(evaluations)
-      if evaluations[i].get("success") is not None
+      row for row in evaluations.values() if row.get("success") is not None
     ],
     spans=spans,
     num_spans=num_spans,

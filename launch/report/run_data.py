@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.cli import config_file
-from launch.report import comparison, run_files
+from launch.report import comparison, run_files, trajectory_index
 from models import untrusted_files
 
 Columns = Mapping[str, np.ndarray]
@@ -46,8 +45,7 @@ class RunData:
     Raises:
       KeyError: none were kept; the message lists the rounds that have some.
     """
-    directory = self.path / "trajectories"
-    kept = {int(x.stem.split("_")[1]): x for x in _kept(directory)}
+    kept = trajectory_index.files(self.path)
     if round not in kept:
       known = ", ".join(map(str, sorted(kept)))
       raise KeyError(f"no episodes of round {round}; there are: {known}")
@@ -62,10 +60,8 @@ def read(path: str | os.PathLike) -> RunData:
   """
   directory = pathlib.Path(path)
   try:
-    config = untrusted_files.read_object(
-      directory / "config.json", config_file.MAX_BYTES
-    )
-  except (OSError, untrusted_files.BadFile) as error:
+    config = run_files.settings(directory)
+  except untrusted_files.BadFile as error:
     raise ValueError(f"{directory} is no run: {error}") from error
   notes: list[str] = []
   return RunData(
@@ -77,17 +73,10 @@ def read(path: str | os.PathLike) -> RunData:
   )
 
 
-def _kept(directory: pathlib.Path) -> list[pathlib.Path]:
-  names = directory.glob("round_*.jsonl")
-  return [x for x in names if x.stem.split("_")[1].isdecimal()]
-
-
 def _columns(path: pathlib.Path, notes: list[str]) -> Columns:
-  # A resumed run repeats the rounds after its checkpoint: the last one counts.
-  rows = {row["round"]: row for row in run_files.lines(path, notes, round=int)}
-  ordered = [rows[number] for number in sorted(rows)]
-  names = dict.fromkeys(name for row in ordered for name in row)
-  return {name: _column([row.get(name) for row in ordered]) for name in names}
+  rows = run_files.by_round(path, notes).values()
+  names = dict.fromkeys(name for row in rows for name in row)
+  return {name: _column([row.get(name) for row in rows]) for name in names}
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:

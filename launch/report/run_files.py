@@ -51,6 +51,17 @@ def lines(
     notes.append(f"{path.name}: unreadable lines left out: {unreadable}.")
 
 
+def by_round(path: pathlib.Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+  """Returns the rows of a file by their rounds, in the order of the rounds.
+
+  Args:
+    notes: see `lines`.
+  """
+  # A resumed run repeats the rounds after its checkpoint: the last one counts.
+  rows = {row["round"]: row for row in lines(path, notes, round=int)}
+  return dict(sorted(rows.items()))
+
+
 def settings(path: pathlib.Path) -> dict[str, Any]:
   """Returns the config.json of a run as plain data, none of which is run.
 

@@ -65,8 +65,9 @@ class MetricsWriter:
     )
 
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
+    numbers = _finite_numbers(row)
     for tracker in self._trackers:
-      tracker.write(_finite_numbers(row), round)
+      tracker.write(numbers, round)
 
   def close(self) -> None:
     """Writes out what TensorBoard has not been shown."""
