@@ -1,6 +1,7 @@
 """Long runs: memory, files, threads, tasks and the disk, round by round.
 
   python -m benchmarks.long_run [--simulated_rounds=100000] [--minutes=20]
+      [--folder=FOLDER]
 
 A simulated run of the real coordinator, producer, gate, buffer, router and
 event log: 2 groups of 2 members a round, a staleness of 1, and environments
@@ -9,6 +10,9 @@ at the end from there. Then a real run of as many minutes, of the small model of
 the tests, in slices: in turn it is stopped and killed, and the same command is
 given again. Its process is watched from outside, and in the end its log is
 checked over all slices.
+
+With a folder the real run is kept there, and a later call goes on with it until
+it has trained for as many minutes in all: hours may take several sittings.
 
 --simulated_rounds=0 or --minutes=0 leaves one of them out, and keeps its last
 result. Writes benchmarks/results/long_run.json, drawn by `scripts.make_docs`.
@@ -47,6 +51,9 @@ _ROUNDS = absl_flags.DEFINE_integer(
   "simulated_rounds", 100_000, "Rounds to simulate."
 )
 _MINUTES = absl_flags.DEFINE_float("minutes", 20.0, "Of the real run.")
+_FOLDER = absl_flags.DEFINE_string(
+  "folder", None, "Keeps the real run, or goes on with it; else a new one."
+)
 _SLICE = absl_flags.DEFINE_float("slice", 5.0, "Minutes to a stop or a kill.")
 
 _SAMPLES = 200
@@ -193,30 +200,35 @@ def growth(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def real(minutes: float, slice_minutes: float, folder: str) -> dict[str, Any]:
-  """Returns the samples of a real run in slices, and the verdict on its log."""
+  """Returns the samples of a real run in slices, and the verdict on its log.
+
+  What the folder holds of the run counts: it goes on from there.
+  """
   run_dir = pathlib.Path(folder) / "run"
-  samples: list[Sample] = []
-  start_s = time.monotonic()
-  end_s, number = start_s + 60 * minutes, 0
-  while (now_s := time.monotonic()) < end_s:
-    until_s = min(end_s, now_s + 60 * slice_minutes)
+  kept = pathlib.Path(folder) / "slices.json"
+  slices = json.loads(kept.read_text()) if kept.exists() else []
+  while (left_s := 60 * minutes - sum(x["seconds"] for x in slices)) > 0:
+    slice_s = min(left_s, 60 * slice_minutes)
     # The last one is asked to end, so that the log is whole.
-    is_killed = number % 2 == 1 and until_s < end_s
-    with _begun(run_dir) as process:
-      for sample in _watched(process, run_dir, until_s):
-        seconds = time.monotonic() - start_s
-        samples.append({"seconds": seconds, "slice": number, **sample})
-      process.send_signal(signal.SIGKILL if is_killed else signal.SIGTERM)
-      code = process.wait(_END_S)
-    if code != (-signal.SIGKILL if is_killed else 128 + signal.SIGTERM):
-      log = (run_dir.parent / "output").read_text()[-2000:]
-      raise RuntimeError(f"slice {number} ended with {code}: {log}")
-    number += 1
+    is_killed = len(slices) % 2 == 1 and slice_s < left_s
+    slices.append(_slice(run_dir, slice_s, is_killed, len(slices)))
+    kept.write_text(json.dumps(slices))
+  samples = _one_after_the_other(slices)
+  return {
+    "minutes": minutes,
+    "slices": len(slices),
+    **_verdict(run_dir),
+    "samples": _thinned(samples),
+    # Of one slice: each is a process of its own.
+    "growth": growth(_longest(samples)),
+  }
+
+
+def _verdict(run_dir: pathlib.Path) -> dict[str, Any]:
+  """Returns what the run's own files say of all slices."""
   verdict = log_check.of_run(run_dir)
   rounds = [x["round"] for x in run_files.lines(run_dir / "metrics.jsonl", [])]
   return {
-    "minutes": minutes,
-    "slices": number,
     "rounds": len(rounds),
     "rounds_once": rounds == list(range(1, len(rounds) + 1)),
     "events_disk_mib": segments.num_bytes(run_dir / "events.jsonl") / _MIB,
@@ -224,17 +236,42 @@ def real(minutes: float, slice_minutes: float, folder: str) -> dict[str, Any]:
     "segment_mib": _SEGMENT_BYTES / _MIB,
     "violations": verdict.violations,
     "ledger_error": verdict.ledger.error,
-    "samples": _thinned(samples),
-    # Of one slice: each is a process of its own.
-    "growth": growth(_longest(samples)),
   }
+
+
+def _slice(
+  run_dir: pathlib.Path, seconds: float, is_killed: bool, number: int
+) -> dict[str, Any]:
+  """Lets the run go on for a while; returns how long, and its samples."""
+  start_s = time.monotonic()
+  samples: list[Sample] = []
+  with _begun(run_dir) as process:
+    for sample in _watched(process, run_dir, start_s + seconds):
+      samples.append({"seconds": time.monotonic() - start_s, **sample})
+    process.send_signal(signal.SIGKILL if is_killed else signal.SIGTERM)
+    code = process.wait(_END_S)
+  if code != (-signal.SIGKILL if is_killed else 128 + signal.SIGTERM):
+    log = (run_dir.parent / "output").read_text()[-2000:]
+    raise RuntimeError(f"slice {number} ended with {code}: {log}")
+  return {"seconds": seconds, "samples": samples}
+
+
+def _one_after_the_other(slices: Sequence[Mapping[str, Any]]) -> list[Sample]:
+  """Returns the samples of all slices, with the seconds of the whole run."""
+  samples, before_s = [], 0.0
+  for number, part in enumerate(slices):
+    for sample in part["samples"]:
+      seconds = before_s + sample["seconds"]
+      samples.append({**sample, "seconds": seconds, "slice": number})
+    before_s += part["seconds"]
+  return samples
 
 
 @contextlib.contextmanager
 def _begun(run_dir: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
   """Starts the run, or lets it go on; it is not left behind."""
   arguments = [f"--config.{name}={value}" for name, value in _SMALL.items()]
-  run_dir.parent.mkdir(exist_ok=True)
+  run_dir.parent.mkdir(parents=True, exist_ok=True)
   with (
     (run_dir.parent / "output").open("ab") as output,
     subprocess.Popen(
@@ -315,7 +352,8 @@ def main(argv: list[str]) -> None:
     _tell("simulated", results["simulated"])
     machine.keep("long_run", **results)
   if _MINUTES.value:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as new:
+      folder = _FOLDER.value or new
       results["real"] = real(_MINUTES.value, _SLICE.value, folder)
     _tell("real", results["real"])
     machine.keep("long_run", **results)

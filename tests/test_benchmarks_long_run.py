@@ -1,5 +1,7 @@
 """The benchmark of long runs, in small: what it samples, and how it grows."""
 
+import pytest
+
 from benchmarks import long_run
 
 
@@ -21,3 +23,29 @@ def test_growth_is_from_the_second_quarter_to_the_last():
   grown = long_run.growth(samples)
   assert grown == {"x": 7.5 / 3.5 - 1, "y": 0.0}
   assert long_run.growth(samples[:3]) == {}
+
+
+def test_slices_of_several_sittings_are_one_run(tmp_path, monkeypatch):
+  began = []
+
+  def trained(run_dir, seconds, is_killed, number):
+    began.append((seconds, is_killed, number))
+    if len(began) == 3:
+      raise KeyboardInterrupt
+    return {"seconds": seconds, "samples": [{"seconds": 1.0, "round": number}]}
+
+  monkeypatch.setattr(long_run, "_slice", trained)
+  monkeypatch.setattr(long_run, "_verdict", lambda run_dir: {})
+  with pytest.raises(KeyboardInterrupt):
+    long_run.real(20.0, 5.0, str(tmp_path))
+  found = long_run.real(20.0, 5.0, str(tmp_path))
+  # The third was lost; the second and no other but the last was to be killed.
+  assert began == [
+    (300.0, False, 0),
+    (300.0, True, 1),
+    (300.0, False, 2),
+    (300.0, False, 2),
+    (300.0, False, 3),
+  ]
+  seconds = [sample["seconds"] for sample in found["samples"]]
+  assert seconds == [1, 301, 601, 901]
