@@ -20,7 +20,7 @@ help:
 	@echo 'make bfcl    add bfcl-eval to .venv without its dependencies, run its tests'
 	@echo 'make openenv play a server of the package openenv, in an environment apart'
 	@echo 'make backends  run engines and sweeps by Ray and Slurm, in one apart'
-	@echo 'make xm      launch a sweep by XManager, in an environment apart'
+	@echo 'make xm      run sweeps by XManager, in an environment apart'
 	@echo 'make trackers add the trackers to .venv, run their tests'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make audit   ask for known vulnerabilities of what is locked'
@@ -165,8 +165,9 @@ backends: .venv/ready .venv-backends/ready
 	@scripts/setup_xm.sh
 
 xm: .venv/ready .venv-xm/ready
-	@TWINMESH_XMANAGER=.venv-xm/bin/xmanager $(pytest) \
-	  tests/launch/test_xm.py $(ARGS)
+	@TWINMESH_XMANAGER=.venv-xm/bin/xmanager .venv-xm/bin/python -m pytest \
+	  tests/rl/backends tests/launch/test_sweep.py tests/launch/test_xm.py \
+	  -k xm $(ARGS)
 
 wheels: .venv/ready
 	@$(python) -m scripts.try_wheel $(ARGS)

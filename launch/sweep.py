@@ -11,7 +11,7 @@ every run at its next safe point; a second one ends them at once. When the sweep
 is killed, its runs stop as well.
 
 --backend starts the runs on other hosts, which have this checkout, and mount
-the disk of --workdir at the same path.
+the disk of --workdir at the same path; or, with xm, as work units of XManager.
 
 --table compares the runs, also while they go on: it prints them, the best
 first, and writes compare.html with their curves. A sweep ends with that.
@@ -64,7 +64,7 @@ _MEDIAN_EVERY = absl_flags.DEFINE_integer(
 _BACKEND = absl_flags.DEFINE_string(
   "backend",
   "local",
-  "Starts the runs: local, addresses, slurm or ray, with fields as in"
+  "Starts the runs: local, addresses, slurm, ray or xm, with fields as in"
   " 'slurm(partition=a, gpus=1)'.",
 )
 _TABLE = absl_flags.DEFINE_bool(

@@ -28,8 +28,8 @@ _WORKDIR = absl_flags.DEFINE_string(
 _BACKEND = absl_flags.DEFINE_string(
   "backend",
   None,
-  "Starts the processes of engines: local, addresses, slurm or ray, with fields"
-  " as in 'ray(cpus=4)'. The same as --config.placement.backend.",
+  "Starts the processes of engines: local, addresses, slurm, ray or xm, with"
+  " fields as in 'ray(cpus=4)'. The same as --config.placement.backend.",
 )
 _END_WITH_STDIN = absl_flags.DEFINE_bool(
   "end_with_stdin",

@@ -11,7 +11,7 @@ rm -rf .venv-xm
 # the versions of the lock it does not end.
 if ! { .venv-xm/bin/python -m pip install --no-input uv &&
   .venv-xm/bin/python -m uv pip install --python .venv-xm/bin/python \
-    --editable '.[envs,xm]'; } >.venv-xm/setup.log 2>&1; then
+    --editable '.[envs,xm,pytest]'; } >.venv-xm/setup.log 2>&1; then
   tail -n 20 .venv-xm/setup.log >&2
   echo "Set-up failed: see above, or all of .venv-xm/setup.log." >&2
   exit 1

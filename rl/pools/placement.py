@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 
 from models import sharding
-from rl.backends import addresses, local, ray_cluster, slurm
+from rl.backends import addresses, local, ray_cluster, slurm, xm_experiment
 from rl.backends import contract as backends
 from rl.settings import checks, short_names
 
@@ -20,7 +20,13 @@ _PLATFORMS = ("cpu", "gpu", "tpu")
 _GPUS = ("cuda", "rocm")
 _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 _MAX_DEVICES = 2**20
-BACKENDS = (local.Local, addresses.KnownAddresses, slurm.Slurm, ray_cluster.Ray)
+BACKENDS = (
+  local.Local,
+  addresses.KnownAddresses,
+  slurm.Slurm,
+  ray_cluster.Ray,
+  xm_experiment.Xm,
+)
 """Those that a setting can name."""
 _WIRE = ("websockets", "msgpack")
 
@@ -127,7 +133,7 @@ class Placement:
       pool; see `DecodePool`.
     learner_processes: among which the learner's devices are divided; 1 is this
       process, more are all of their own, on this host.
-    backend: starts the processes of engines: `local` on this host, and
+    backend: starts the processes of engines: `local` or `xm` on this host, and
       `addresses`, `slurm` or `ray` on others.
     more: further pools. Each follows on the devices of those before it, unless
       its `mesh.first_device` says otherwise.

@@ -2,33 +2,43 @@
 
 import contextlib
 import importlib.util
+import os
 import pathlib
 import pickle
 import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from collections.abc import Iterator
 
 import pytest
 
-from rl.backends import addresses, contract, host, local, slurm
+from rl.backends import (
+  addresses,
+  contract,
+  host,
+  local,
+  slurm,
+  xm_experiment,
+)
 
 TOKEN = "a token of the tests"
 DEADLINE_S = 120
 SILENCE_S = 4.0
 
 
-def _needing(package: str | None, name: str):
+def _needing(package: str, name: str, command: str = "make backends"):
   """Returns a parameter that is skipped aloud without a package."""
-  missing = package is not None and importlib.util.find_spec(package) is None
-  reason = f"without {package}, which `make backends` has"
+  missing = importlib.util.find_spec(package) is None
+  reason = f"without {package}, which `{command}` has"
   return pytest.param(name, marks=pytest.mark.skipif(missing, reason=reason))
 
 
 RAY = _needing("ray", "ray")
 CLUSTERS = [_needing("submitit", "slurm"), RAY]
-EACH = [*map(pytest.param, ("local", "addresses")), *CLUSTERS]
+XM = _needing("xmanager", "xm", "make xm")
+EACH = [*map(pytest.param, ("local", "addresses")), *CLUSTERS, XM]
 
 
 def token_file(folder: pathlib.Path) -> pathlib.Path:
@@ -88,6 +98,10 @@ def up(name: str, folder: pathlib.Path) -> Iterator[contract.Backend]:
         )
     case "slurm":
       yield slurm.Slurm(cluster="local", silence_s=SILENCE_S)
+    case "xm":
+      # It keeps a list of experiments there.
+      with unittest.mock.patch.dict(os.environ, HOME=str(folder)):
+        yield xm_experiment.Xm(silence_s=SILENCE_S)
     case "ray":
       from rl.backends import ray_cluster
 
