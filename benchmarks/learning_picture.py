@@ -1,22 +1,21 @@
 """The learning benchmark as one SVG: success by schedule, a panel each.
 
 A dot is the mean over the seeds, the bar behind it goes from the least to the
-most of them. The picture brings its own light card, for dark pages.
+most of them.
 """
 
-import html
 from collections.abc import Sequence
 
 from benchmarks import learning_summary
+from launch.report import svg
 
 _COLUMNS, _PANEL_WIDTH, _PANEL_HEIGHT = 3, 284, 236
 _LEFT, _TOP, _WIDTH = 52, 122, 880
 _PLOT_WIDTH, _PLOT_HEIGHT = 228, 164
-_PAPER, _INK, _MUTED, _GRID = "#fdfcf9", "#1f2430", "#626b7a", "#e8e4db"
 _COLOURS = {
-  "uncorrected": "#b85c00",
-  "ratio": "#4457c9",
-  "truncated": "#15857a",
+  "uncorrected": svg.ORANGE,
+  "ratio": svg.BLUE,
+  "truncated": svg.GREEN,
 }
 _WORDS = {
   "uncorrected": "uncorrected",
@@ -24,6 +23,8 @@ _WORDS = {
   "truncated": "truncated weights, cap 2",
 }
 _TICKS = ("sync", "pipe", "η 1", "η 2", "η 4")
+_DASHED = 'stroke-dasharray="4 3"'
+_BAR = 'opacity="0.3" stroke-linecap="round"'
 _APART = 5
 """Pixels between the arms of a schedule, so that no bar hides another."""
 
@@ -33,15 +34,7 @@ def draw(table: learning_summary.Table) -> str:
   names = learning_summary.NAMES
   lines = -(-len(names) // _COLUMNS)
   height = _TOP + lines * _PANEL_HEIGHT - 8
-  parts = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" '
-    f'height="{height}" viewBox="0 0 {_WIDTH} {height}" role="img" '
-    f'aria-label="Success by schedule" fill="{_INK}" font-size="13" '
-    'font-family="system-ui, -apple-system, Segoe UI, Helvetica, sans-serif">',
-    f'<rect x="1" y="1" width="{_WIDTH - 2}" height="{height - 2}" rx="14" '
-    f'fill="{_PAPER}" stroke="{_GRID}"/>',
-    *_legend(),
-  ]
+  parts = _legend()
   for number, algorithm in enumerate(names):
     x = _LEFT + number % _COLUMNS * _PANEL_WIDTH
     y = _TOP + number // _COLUMNS * _PANEL_HEIGHT
@@ -50,33 +43,33 @@ def draw(table: learning_summary.Table) -> str:
       *_panel(table, algorithm),
       "</g>",
     ]
-  return "\n".join([*parts, "</svg>"]) + "\n"
+  return svg.picture(_WIDTH, height, "Success by schedule", parts)
 
 
 def _legend() -> list[str]:
   title = "Held-out games won after equally many samples"
-  parts = [_text(28, 42, title, 'font-size="19" font-weight="600"')]
+  parts = [svg.text(28, 42, title, 'font-size="19" font-weight="600"')]
   x = 28
   for arm, words in _WORDS.items():
-    parts.append(_dot(x + 5, 66, _COLOURS[arm]))
-    parts.append(_label(x + 16, 70, words, "start"))
+    parts.append(svg.dot(x + 5, 66, _COLOURS[arm]))
+    parts.append(svg.label(x + 16, 70, words, "start"))
     x += 60 + 7 * len(words)
-  parts.append(_line(x, 66, x + 22, 66, _MUTED, "4 3"))
-  parts.append(_label(x + 30, 70, "before training", "start"))
+  parts.append(svg.line(x, 66, x + 22, 66, svg.MUTED, style=_DASHED))
+  parts.append(svg.label(x + 30, 70, "before training", "start"))
   return parts
 
 
 def _panel(table: learning_summary.Table, algorithm: str) -> list[str]:
   name = learning_summary.NAMES[algorithm]
-  parts = [_text(0, -12, name, 'font-weight="600"')]
+  parts = [svg.text(0, -12, name, 'font-weight="600"')]
   for share in (0, 0.25, 0.5, 0.75, 1):
-    parts.append(_line(0, _y(share), _PLOT_WIDTH, _y(share), _GRID))
-    parts.append(_label(-8, _y(share) + 4, f"{share:.0%}", "end"))
+    parts.append(svg.line(0, _y(share), _PLOT_WIDTH, _y(share), svg.GRID))
+    parts.append(svg.label(-8, _y(share) + 4, f"{share:.0%}", "end"))
   for place, tick in enumerate(_TICKS):
-    parts.append(_label(_x(place), _PLOT_HEIGHT + 18, tick, "middle"))
+    parts.append(svg.label(_x(place), _PLOT_HEIGHT + 18, tick, "middle"))
   if before := table.before():
     y = _y(before.mean)
-    parts.append(_line(0, y, _PLOT_WIDTH, y, _MUTED, "4 3"))
+    parts.append(svg.line(0, y, _PLOT_WIDTH, y, svg.MUTED, style=_DASHED))
   for number, arm in enumerate(learning_summary.LATE):
     if learning_summary.has_arm(algorithm, arm):
       found = [
@@ -92,18 +85,12 @@ def _curve(
 ) -> list[str]:
   """Returns dots, bars and the line through them, moved aside."""
   known = [(_x(i) + aside, own) for i, own in enumerate(found) if own]
-  line = " ".join(f"{x:.1f},{_y(own.mean):.1f}" for x, own in known)
-  parts = [
-    f'<polyline points="{line}" fill="none" stroke-linejoin="round" '
-    f'stroke="{colour}" stroke-width="2"/>'
-  ]
+  line = [(x, _y(own.mean)) for x, own in known]
+  parts = [svg.curve(line, colour, 'stroke-width="2"')]
   for x, own in known:
-    parts.append(
-      f'<line x1="{x:.1f}" y1="{_y(own.low):.1f}" x2="{x:.1f}" '
-      f'y2="{_y(own.high):.1f}" stroke="{colour}" stroke-width="5" '
-      'opacity="0.3" stroke-linecap="round"/>'
-    )
-    parts.append(_dot(x, _y(own.mean), colour))
+    ends = _y(own.low), _y(own.high)
+    parts.append(svg.line(x, ends[0], x, ends[1], colour, 5, _BAR))
+    parts.append(svg.dot(x, _y(own.mean), colour))
   return parts
 
 
@@ -113,28 +100,3 @@ def _x(place: int) -> float:
 
 def _y(share: float) -> float:
   return (1 - share) * _PLOT_HEIGHT
-
-
-def _text(x: float, y: float, text: str, style: str = "") -> str:
-  return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(text)}</text>'
-
-
-def _label(x: float, y: float, text: str, anchor: str) -> str:
-  style = f'fill="{_MUTED}" font-size="12" text-anchor="{anchor}"'
-  return _text(x, y, text, style)
-
-
-def _line(
-  x1: float, y1: float, x2: float, y2: float, colour: str, dashes: str = "none"
-) -> str:
-  return (
-    f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-    f'stroke="{colour}" stroke-dasharray="{dashes}"/>'
-  )
-
-
-def _dot(x: float, y: float, colour: str) -> str:
-  return (
-    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" '
-    f'stroke="{_PAPER}" stroke-width="1.5"/>'
-  )

@@ -1,19 +1,17 @@
 """The long runs as one SVG: what they hold, round by round.
 
 A row of panels for each run. Every panel begins at 0, so a flat line is flat.
-The picture brings its own light card, for dark pages.
 """
 
-import html
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.report import svg
+
 _PANEL_WIDTH, _PANEL_HEIGHT = 206, 190
 _LEFT, _TOP, _WIDTH, _ROW = 52, 84, 880, 236
 _PLOT_WIDTH, _PLOT_HEIGHT = 158, 118
-_PAPER, _INK, _MUTED, _GRID = "#fdfcf9", "#1f2430", "#626b7a", "#e8e4db"
-_LINE, _OTHER = "#4457c9", "#b85c00"
 # Title, and keys of a sample with the word for each.
 _PANELS = (
   ("resident memory, MiB", {"resident_mib": ""}),
@@ -24,7 +22,7 @@ _PANELS = (
   ("checkpoints, KiB", {"checkpoint_kib": ""}),
   ("event log and spans on disk, MiB", {"logs_mib": ""}),
 )
-_COLOURS = (_LINE, _OTHER, "#15857a")
+_COLOURS = (svg.BLUE, svg.ORANGE, svg.GREEN)
 
 Samples = Sequence[Mapping[str, float]]
 
@@ -41,17 +39,12 @@ def draw(result: Mapping[str, Any]) -> str:
     for title in [title.format(**found)]
   ]
   height = len(rows) * _ROW + 24
-  parts = [
-    f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" '
-    f'height="{height}" viewBox="0 0 {_WIDTH} {height}" role="img" '
-    f'aria-label="Long runs" fill="{_INK}" font-size="12" '
-    'font-family="system-ui, -apple-system, Segoe UI, Helvetica, sans-serif">',
-    f'<rect x="1" y="1" width="{_WIDTH - 2}" height="{height - 2}" rx="14" '
-    f'fill="{_PAPER}" stroke="{_GRID}"/>',
-  ]
+  parts = []
   for row, (title, samples) in enumerate(rows):
     y = row * _ROW
-    parts.append(_text(28, y + 38, title, 'font-size="17" font-weight="600"'))
+    parts.append(
+      svg.text(28, y + 38, title, 'font-size="17" font-weight="600"')
+    )
     for column, (name, keys) in enumerate(_PANELS):
       x = _LEFT + column * _PANEL_WIDTH
       parts += [
@@ -59,7 +52,7 @@ def draw(result: Mapping[str, Any]) -> str:
         *_panel(name, keys, samples),
         "</g>",
       ]
-  return "\n".join([*parts, "</svg>"]) + "\n"
+  return svg.picture(_WIDTH, height, "Long runs", parts, font_size=12)
 
 
 def _panel(title: str, keys: Mapping[str, str], samples: Samples) -> list[str]:
@@ -67,17 +60,18 @@ def _panel(title: str, keys: Mapping[str, str], samples: Samples) -> list[str]:
   known = {key: word for key, word in keys.items() if key in samples[0]}
   most = max(sample[key] for sample in samples for key in known) or 1.0
   last = samples[-1]["round"]
-  parts = [_text(0, -14, title, f'fill="{_MUTED}"')]
+  parts = [svg.text(0, -14, title, f'fill="{svg.MUTED}"')]
   for share in (0.0, 0.5, 1.0):
     y = _PLOT_HEIGHT * (1 - share)
     parts += [
-      f'<path d="M0 {y:g}H{_PLOT_WIDTH}" stroke="{_GRID}"/>',
-      _text(-6, y + 4, _number(most * share), 'text-anchor="end"'),
+      f'<path d="M0 {y:g}H{_PLOT_WIDTH}" stroke="{svg.GRID}"/>',
+      svg.text(-6, y + 4, _number(most * share), 'text-anchor="end"'),
     ]
-  parts.append(_text(0, _PLOT_HEIGHT + 18, "0", f'fill="{_MUTED}"'))
-  end = f'fill="{_MUTED}" text-anchor="end"'
+  key_x = 0
+  parts.append(svg.text(0, _PLOT_HEIGHT + 18, "0", f'fill="{svg.MUTED}"'))
+  end = f'fill="{svg.MUTED}" text-anchor="end"'
   label = f"round {last:,.0f}"
-  parts.append(_text(_PLOT_WIDTH, _PLOT_HEIGHT + 18, label, end))
+  parts.append(svg.text(_PLOT_WIDTH, _PLOT_HEIGHT + 18, label, end))
   for colour, (key, word) in zip(_COLOURS, known.items(), strict=False):
     points = [
       (
@@ -92,14 +86,13 @@ def _panel(title: str, keys: Mapping[str, str], samples: Samples) -> list[str]:
       path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in line)
       parts.append(f'<path d="M{path}" fill="none" stroke="{colour}"/>')
     if word:
-      place = f'fill="{colour}" text-anchor="end"'
-      parts.append(_text(_PLOT_WIDTH, points[-1][1] - 4, word, place))
+      parts.append(svg.dot(key_x + 4, _PLOT_HEIGHT + 33, colour, radius=4))
+      parts.append(
+        svg.text(key_x + 12, _PLOT_HEIGHT + 37, word, f'fill="{svg.MUTED}"')
+      )
+      key_x += 24 + 7 * len(word)
   return parts
 
 
 def _number(value: float) -> str:
   return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
-
-
-def _text(x: float, y: float, words: str, more: str = "") -> str:
-  return f'<text x="{x:g}" y="{y:g}" {more}>{html.escape(words)}</text>'

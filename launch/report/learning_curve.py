@@ -1,7 +1,4 @@
-"""Draws a run as one SVG for a README: success by round, and both meshes.
-
-The picture brings its own light card, so that it reads on a dark page too.
-"""
+"""Draws a run as one SVG for a README: success by round, and both meshes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +8,11 @@ from rl.runtime import trace
 
 _WIDTH, _LEFT, _RIGHT = 880, 76, 848
 _CURVE_TOP, _CURVE_BOTTOM, _STRIP_TOP = 92, 292, 392
-_COLOURS = {"learner": "#4457c9", "decode": "#15857a", "publish": "#b85c00"}
+_COLOURS = {
+  "learner": svg.BLUE,
+  "decode": svg.GREEN,
+  "publish": svg.ORANGE,
+}
 
 
 def draw(
@@ -107,7 +108,7 @@ def _strip(spans: Sequence[trace.Span]) -> list[str]:
   for row, track in enumerate(("learner", "decode")):
     top = _STRIP_TOP + 8 + 34 * row
     parts.append(svg.text(28, top + 18, track, 'font-size="12"'))
-    parts.append(svg.box(_LEFT, top, _RIGHT - _LEFT, "#f1eee6"))
+    parts.append(svg.box(_LEFT, top, _RIGHT - _LEFT, svg.WELL))
     for left, right in _visible(trace.busy(spans, track), x):
       parts.append(svg.box(left, top, right - left, _COLOURS[track]))
   for span in spans:

@@ -1,28 +1,61 @@
-"""Parts of SVG pictures: axes, texts, lines; and pictures that bring a card.
+"""Parts of SVG pictures, in the colours of the pages.
 
-A picture has its own light background, so that it reads on a dark page too.
+The attributes of a picture hold its light colours, and a style on top of it
+turns each into its dark one where the browser, or the page around it, is dark.
+A card behind it keeps it readable where these two disagree.
 """
 
 import html
 import math
+import re
 from collections.abc import Callable, Sequence
 
-PAPER, INK, MUTED, GRID = "#fdfcf9", "#1f2430", "#626b7a", "#e8e4db"
+from launch.report import frozen
+
+_COLOUR = re.compile(r"--([\w-]+): (#[0-9a-f]{6});")
+_found = _COLOUR.findall((frozen.STATIC / "style.css").read_text("utf-8"))
+# A name stands there twice: with its light colour, then with its dark one.
+_LIGHT = dict(reversed(_found))
+_DARK = {_LIGHT[name]: colour for name, colour in dict(_found).items()}
+
+PAPER, INK, MUTED, GRID, WELL = (
+  _LIGHT[name] for name in ("card", "ink", "muted", "rule", "well")
+)
+BLUE, GREEN, ORANGE, CRIMSON, OLIVE = (_LIGHT[f"series-{i}"] for i in range(5))
 
 
-def picture(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+def picture(
+  width: int,
+  height: int,
+  label: str,
+  parts: Sequence[str],
+  font_size: int = 13,
+) -> str:
   """Returns a whole SVG of parts on a card."""
   whole = [
     f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
     f'height="{height}" viewBox="0 0 {width} {height}" role="img" '
-    f'aria-label="{html.escape(label)}" fill="{INK}" font-size="13" '
+    f'aria-label="{html.escape(label)}" fill="{INK}" font-size="{font_size}" '
     'font-family="system-ui, -apple-system, Segoe UI, Helvetica, sans-serif">',
     f'<rect x="1" y="1" width="{width - 2}" height="{height - 2}" rx="14" '
     f'fill="{PAPER}" stroke="{GRID}"/>',
     *parts,
     "</svg>",
   ]
+  whole.insert(1, _style("".join(whole)))
   return "\n".join(whole) + "\n"
+
+
+def _style(text: str) -> str:
+  """Returns the dark colours of all attributes in the text of a picture."""
+  rules = [
+    f"  [{attribute}] {{ {kind}: {dark}; }}"
+    for light, dark in _DARK.items()
+    for kind in ("fill", "stroke")
+    if (attribute := f'{kind}="{light}"') in text
+  ]
+  query = "@media (prefers-color-scheme: dark)"
+  return "\n".join(["<style>", f"{query} {{", *rules, "}", "</style>"])
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -75,17 +108,23 @@ def curve(
 
 
 def line(
-  x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1
+  x1: float,
+  y1: float,
+  x2: float,
+  y2: float,
+  colour: str,
+  width: float = 1,
+  style: str = "",
 ) -> str:
   """Returns a line between two places."""
   return (
     f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-    f'stroke="{colour}" stroke-width="{width}"/>'
+    f'stroke="{colour}" stroke-width="{width}" {style}/>'
   )
 
 
 def dot(x: float, y: float, colour: str, radius: float = 4.5) -> str:
-  """Returns a dot with a pale rim."""
+  """Returns a dot with a rim in the colour of the card."""
   return (
     f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}" '
     f'stroke="{PAPER}" stroke-width="1.5"/>'

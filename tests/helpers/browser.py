@@ -180,6 +180,18 @@ class Browser:
     data = self.ask("Page.captureScreenshot", captureBeyondViewport=whole)
     path.write_bytes(base64.b64decode(data["data"]))
 
+  def pixel(self, x: int, y: int) -> tuple[int, int, int]:
+    """Returns red, green and blue of a place, 0 to 255 each."""
+    data = self.ask("Page.captureScreenshot")["data"]
+    red, green, blue, _ = self.do(
+      "(async () => { const image = new Image(); image.src ="
+      f" 'data:image/png;base64,{data}'; await image.decode();"
+      " const pen = new OffscreenCanvas(1, 1).getContext('2d');"
+      f" pen.drawImage(image, {-x}, {-y});"
+      " return [...pen.getImageData(0, 0, 1, 1).data]; })()"
+    )
+    return red, green, blue
+
 
 @contextlib.contextmanager
 def opened(directory: pathlib.Path) -> Iterator[Browser]:
