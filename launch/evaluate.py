@@ -5,12 +5,13 @@ import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Callable
 
 from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import flags, known_programs, workdir
-from launch.run import display, load_run
+from launch.run import load_run, steps
 from rl import experiment as experiment_lib
 from rl.rollout import evaluate, grading
 
@@ -37,20 +38,32 @@ def main() -> None:
       )
       experiment = dataclasses.replace(experiment, evaluation=settings)
     load_run.prepare(experiment)
-  asyncio.run(_evaluate(experiment, pathlib.Path(_RUN.value)))
+  run_dir = pathlib.Path(_RUN.value)
+  with steps.Steps(sys.stderr) as shown:
+    step, outcome = asyncio.run(_evaluate(experiment, run_dir, shown.phase))
+  print(
+    f"{experiment.environment.name} after {step} rounds: success "
+    f"{outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "
+    f"(95 % Wilson) on {outcome.episodes} held-out episodes, mean reward "
+    f"{outcome.reward:.3f}, {outcome.faults} faults"
+    + (f", most of them {outcome.fault}" if outcome.fault else "")
+  )
+  print(json.dumps({"round": step, **dataclasses.asdict(outcome)}))
 
 
 async def _evaluate(
-  experiment: experiment_lib.Experiment, run_dir: pathlib.Path
-) -> None:
-  lines = display.Lines(sys.stderr)
-  lines.phase("loading the weights")
+  experiment: experiment_lib.Experiment,
+  run_dir: pathlib.Path,
+  report: Callable[[str], None],
+) -> tuple[int, evaluate.EvaluationResult]:
+  """Returns the rounds that trained the run, and how well it plays."""
+  report("loading the weights")
   async with load_run.restored(experiment, run_dir) as (parts, found):
     try:
       await parts.player.graders.open()
     except grading.RewardUnreachable as error:
       sys.exit(f"error: {error}")
-    await parts.start(found.state, found.step, lines.phase)
+    await parts.start(found.state, found.step, report)
     settings = experiment.evaluation
     outcome, _ = await parts.watchdog.wait(
       evaluate.evaluate(
@@ -59,21 +72,14 @@ async def _evaluate(
         temperature=settings.temperature,
         success=settings.success,
         seed=experiment.seed,
-        report=lines.phase,
+        report=report,
       ),
       owner="the run",
       what="the evaluation",
       deadline_s=experiment.progress_timeout_s,
       renew_on_heartbeat=True,
     )
-  print(
-    f"{experiment.environment.name} after {found.step} rounds: success "
-    f"{outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "
-    f"(95 % Wilson) on {outcome.episodes} held-out episodes, mean reward "
-    f"{outcome.reward:.3f}, {outcome.faults} faults"
-    + (f", most of them {outcome.fault}" if outcome.fault else "")
-  )
-  print(json.dumps({"round": found.step, **dataclasses.asdict(outcome)}))
+  return found.step, outcome
 
 
 if __name__ == "__main__":

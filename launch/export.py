@@ -10,12 +10,13 @@ import dataclasses
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import flags, known_programs, workdir
-from launch.run import display, load_run
+from launch.run import load_run, steps
 from models import lora
 from models.chat import word_chat
 from models.hf import export, peft
@@ -73,7 +74,8 @@ def main() -> None:
       _check_adapter(experiment, source)
     load_run.prepare(experiment)
   run_dir = pathlib.Path(_RUN.value)
-  step = asyncio.run(_export(experiment, run_dir, target))
+  with steps.Steps(sys.stderr) as shown:
+    step = asyncio.run(_export(experiment, run_dir, target, shown.phase))
   print(f"{target}: {experiment.environment.name} after {step} rounds")
 
 
@@ -105,12 +107,12 @@ async def _export(
   experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path,
   target: pathlib.Path,
+  report: Callable[[str], None],
 ) -> int:
   """Writes the weights; returns the number of rounds that trained them."""
-  lines = display.Lines(sys.stderr)
-  lines.phase("loading the weights")
+  report("loading the weights")
   async with load_run.restored(experiment, run_dir) as (parts, found):
-    lines.phase(f"writing them to {target}")
+    report("writing the weights")
     model, params = experiment.model, found.state.params
     with flags.exit_on_setting_error():
       if _ADAPTER.value:
@@ -121,6 +123,7 @@ async def _export(
           lora.merge(params, model.lora),
           dataclasses.replace(model, lora=None),
           _TOKENIZER.value or _tokenizer_of(run_dir, parts.chat),
+          report=report,
         )
   return found.step
 

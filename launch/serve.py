@@ -18,6 +18,7 @@ import os
 import pathlib
 import socket
 import sys
+from collections.abc import Callable
 
 from absl import app
 from absl import flags as absl_flags
@@ -27,7 +28,7 @@ from launch.cli import flags, known_programs
 from launch.gateway import app as openai_app
 from launch.gateway import session_record
 from launch.http import access, admission, connections, http_server
-from launch.run import signals
+from launch.run import signals, steps
 from models.chat import hf_chat
 from rl.agents import sessions
 from rl.settings import overrides
@@ -124,9 +125,11 @@ def main() -> None:
           session_record.SessionRecord(_RECORD.value or os.devnull)
         )
       )
-      loading = _loading()
+      shown = steps.Steps(sys.stderr)
+      loading = _loading(shown.phase)
     server = _Server(serving, rules, tls, port, record)
-    sys.exit(asyncio.run(server.serve(loading)))
+    closing.enter_context(shown)
+    sys.exit(asyncio.run(server.serve(loading, shown.close)))
 
 
 def _rules(port: socket.socket) -> access.Access:
@@ -141,9 +144,9 @@ def _rules(port: socket.socket) -> access.Access:
   return rules
 
 
-def _loading() -> contextlib.AbstractAsyncContextManager[
-  served_model.ServedModel
-]:
+def _loading(
+  report: Callable[[str], None],
+) -> contextlib.AbstractAsyncContextManager[served_model.ServedModel]:
   """Returns the checked model of the flags; entering it loads the weights."""
   if absl_flags.FLAGS["config"].present:
     raise overrides.SettingError(
@@ -153,12 +156,13 @@ def _loading() -> contextlib.AbstractAsyncContextManager[
   run, model, changes = _RUN.value, _MODEL.value, flags.overrides()
   if run is not None and model is None:
     experiment = served_model.read_run(run, changes)
-    return served_model.of_run(experiment, pathlib.Path(run), _progress)
+    return served_model.of_run(experiment, pathlib.Path(run), report)
   if model is not None and run is None:
     hosting = served_model.read_directory(model, changes)
     chat = hf_chat.HfChat.load(model)
+    _progress(served_model.memory(hosting))
     directory = pathlib.Path(model)
-    return served_model.of_directory(hosting, directory, chat, _progress)
+    return served_model.of_directory(hosting, directory, chat, report)
   raise overrides.SettingError("name one of --run=DIR and --model=DIR")
 
 
@@ -187,6 +191,7 @@ class _Server:
   async def serve(
     self,
     loading: contextlib.AbstractAsyncContextManager[served_model.ServedModel],
+    on_loaded: Callable[[], None],
   ) -> int:
     """Returns 0 after a signal, or 128 + its number if it came too early.
 
@@ -197,6 +202,7 @@ class _Server:
     handlers = signals.Signals(current.cancel, _progress)
     try:
       async with loading as served:
+        on_loaded()
         await self._serve(served, handlers, stopping)
     except asyncio.CancelledError:
       if not handlers.number:

@@ -109,6 +109,11 @@ def read_directory(
   return _fitted(hosting)[0]
 
 
+def memory(hosting: Hosting) -> str:
+  """Returns a sentence on what the devices will hold; allocates nothing."""
+  return _fitted(hosting)[1]
+
+
 def _fitted(hosting: Hosting) -> tuple[Hosting, str]:
   """Returns settings that fit the devices, and what these will hold.
 
@@ -154,7 +159,6 @@ async def of_directory(
   report: Callable[[str], None],
 ) -> AsyncIterator[ServedModel]:
   """Serves a Hugging Face checkpoint, as version 0."""
-  report(_fitted(hosting)[1])
   _, *layouts = hosting.placement.layouts()
   spans = trace.Trace(None)
   threads = [mesh_thread.MeshThread("decode", spans) for _ in layouts]
@@ -162,8 +166,9 @@ async def of_directory(
   serving = router.Router(engines, infos=hosting.placement.engine_infos)
   try:
     for engine, layout, thread in zip(engines, layouts, threads, strict=True):
-      report(f"loading {directory}")
-      params = await thread.run("load", _load, directory, hosting.model, layout)
+      params = await thread.run(
+        "load", _load, directory, hosting.model, layout, report
+      )
       await engine.start(params, 0, report)
     yield ServedModel(engine=serving, chat=chat, name=directory.resolve().name)
   finally:
@@ -177,6 +182,7 @@ def _load(
   directory: pathlib.Path,
   model: model_config.ModelConfig,
   layout: sharding.Layout,
+  report: Callable[[str], None],
 ) -> definition.Params:
   with jax.transfer_guard("allow"):
-    return load.load(directory, model, layout)
+    return load.load(directory, model, layout, report)

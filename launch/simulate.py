@@ -5,8 +5,7 @@
   python -m launch.simulate --config=FILE --timeline=DIR
 
 FILE has a get_config() that returns a `simulate.Simulation`; see
-`rl.simulation.result` for the numbers printed. A line every few seconds tells
-how far it is. Nothing touches a device.
+`rl.simulation.result` for the numbers printed. Nothing touches a device.
 """
 
 import pathlib
@@ -21,6 +20,7 @@ from absl import flags as absl_flags
 
 from launch import simulated_timeline
 from launch.cli import flags, workdir
+from launch.run import steps
 from rl.audit import event_log
 from rl.runtime import trace, watchdog
 from rl.simulation import result as simulation_result
@@ -51,8 +51,9 @@ def main() -> None:
       directory = pathlib.Path(_TIMELINE.value)
       workdir.make_writable(directory, f"--timeline={directory}")
   try:
-    progress = ProgressLines(chosen.rounds, sys.stderr)
-    record = simulate.simulate(chosen, listener=progress.note, keep_turns=False)
+    with steps.Steps(sys.stderr) as shown:
+      told = _Progress(chosen.rounds, shown)
+      record = simulate.simulate(chosen, listener=told.note, keep_turns=False)
   except watchdog.Stalled as stalled:
     sys.exit(f"progress_timeout_s={chosen.progress_timeout_s:g}: {stalled}")
   result = simulation_result.measure(record)
@@ -65,23 +66,17 @@ def main() -> None:
     sys.exit(f"the schedule broke {len(result.violations)} promises")
 
 
-class ProgressLines:
-  """Prints a line every few seconds; the event log calls `note`.
+class _Progress:
+  """Tells how far a simulation is; the event log calls `note`."""
 
-  Args:
-    rounds: in all.
-    every_s: real seconds between lines.
-  """
-
-  def __init__(self, rounds: int, stream: TextIO, every_s: float = 5.0):
-    self._rounds = rounds
-    self._stream = stream
-    self._every_s = every_s
-    self._due_s = time.monotonic() + every_s
+  def __init__(self, rounds: int, shown: steps.Steps):
+    self._rounds, self._shown = rounds, shown
+    self._pause_s = 0.1 if shown.is_live else 5.0
+    self._due_s = time.monotonic() + self._pause_s
     self._trained = self._episodes = self._tokens = 0
 
   def note(self, event: event_log.Event) -> None:
-    """Counts an event, and prints a line if one is due."""
+    """Counts an event, and tells of it if that is due."""
     kind = event["kind"]
     if kind in ("ended", "aborted"):
       self._episodes += 1
@@ -90,11 +85,10 @@ class ProgressLines:
       self._trained = event["version"]
     if time.monotonic() < self._due_s:
       return
-    self._due_s = time.monotonic() + self._every_s
-    print(
-      f"simulated {event['t']:,.0f} s: {self._trained} of {self._rounds} "
-      f"rounds, {self._episodes:,} episodes, {self._tokens:,} tokens",
-      file=self._stream,
+    self._due_s = time.monotonic() + self._pause_s
+    self._shown.phase(
+      f"simulating round {self._trained}/{self._rounds}: {event['t']:,.0f} s, "
+      f"{self._episodes:,} episodes, {self._tokens:,} tokens"
     )
 
 

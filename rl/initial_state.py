@@ -40,7 +40,7 @@ async def create(
   experiment, thread = parts.experiment, parts.learner_thread
   settings = experiment.warm_start
   if settings is None:
-    return await place(parts, await _first_state(parts))
+    return await place(parts, await _first_state(parts, report))
   supervision = _supervision(parts, settings, report)
   supervised = _supervised(experiment, settings)
   programs = parts.build_programs(supervised)
@@ -57,7 +57,7 @@ async def create(
   if found is not None:
     now = warm_start.from_host(found.state, found.host)
   else:
-    params = (await _first_state(parts)).params
+    params = (await _first_state(parts, report)).params
     now = warm_start.Imitation(await thread.run("init", programs.wrap, params))
   now = dataclasses.replace(now, state=await place(parts, now.state, programs))
   beside(now.state)
@@ -145,7 +145,9 @@ def _supervised(
   )
 
 
-async def _first_state(parts: assemble.Parts) -> train_state.TrainState:
+async def _first_state(
+  parts: assemble.Parts, report: Callable[[str], None] = lambda text: None
+) -> train_state.TrainState:
   """Returns what a run starts from, before anything has been trained."""
   experiment, run = parts.experiment, parts.learner_thread.run
   if experiment.initial is None:
@@ -158,6 +160,7 @@ async def _first_state(parts: assemble.Parts) -> train_state.TrainState:
     parts.learner_layout,
     experiment.initial,
     experiment.seed,
+    report,
   )
 
 
@@ -229,6 +232,7 @@ def loaded_state(
   layout: sharding.Layout,
   directory: str,
   seed: int,
+  report: Callable[[str], None] = lambda text: None,
 ) -> train_state.TrainState:
   """Returns the parameters of a Hugging Face checkpoint, as `fresh_state`.
 
@@ -238,7 +242,7 @@ def loaded_state(
     load.Unusable: they cannot be loaded.
   """
   with jax.transfer_guard("allow"):
-    params = load.load(directory, config, layout)
+    params = load.load(directory, config, layout, report)
     if config.lora is not None:
       places, _ = lora.split(_shardings(config, layout))
       draw = jax.jit(

@@ -1,7 +1,4 @@
-"""The display of a run: a live panel in a terminal, plain lines elsewhere.
-
-Commands without rounds show `Lines` of what they do.
-"""
+"""The display of a run: a live panel in a terminal, plain lines elsewhere."""
 
 import itertools
 import math
@@ -11,56 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 import rich.console
-import rich.live
 import rich.progress_bar
 import rich.table
 
+from launch.run import steps
+
 _SPARKS = "▁▂▃▄▅▆▇█"
-_LINE_EVERY_S = 2.0
-_COLUMNS = 80
 _LEGEND = "busy: decode/learner mesh, % of the round; lag: largest/bound"
-
-
-class Lines:
-  """Lines with the time of day, for people and log files."""
-
-  def __init__(
-    self,
-    stream: TextIO,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    now: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
-  ):
-    """Prints nothing yet.
-
-    Args:
-      clock: in seconds, for the pause between lines.
-      now: time of day at which a line was printed.
-    """
-    self._stream, self._clock, self._now = stream, clock, now
-    self._phase, self._line_s = "", -math.inf
-
-  @property
-  def is_soon(self) -> bool:
-    """True within 2 s of the latest round or phase."""
-    return self._clock() - self._line_s < _LINE_EVERY_S
-
-  def print(self, line: str, *, starts_pause: bool = True) -> None:
-    """Prints a line."""
-    print(self._now(), line, file=self._stream, flush=True)
-    if starts_pause:
-      self._line_s = self._clock()
-
-  def phase(self, name: str) -> None:
-    """Prints the work under way, "playing 12/40": not every count of it."""
-    is_same = _without_count(name) == _without_count(self._phase)
-    self._phase = name
-    if not (is_same and self.is_soon):
-      self.print(name)
-
-  def room(self) -> int:
-    """Returns the columns that are left behind the time."""
-    return _COLUMNS - len(self._now()) - 1
 
 
 class Display:
@@ -88,14 +42,9 @@ class Display:
       clock: in seconds, for the time left and the pause between lines.
       now: time of day at which a line was printed.
     """
-    self._quiet = quiet
-    self._lines = Lines(stream, clock=clock, now=now)
     self._has_legend = False
     self._total_rounds = total_rounds
     self._clock = clock
-    self._console = rich.console.Console(
-      file=stream, markup=False, emoji=False, highlight=False
-    )
     self._metrics: Mapping[str, float] = {}
     self._evaluation: tuple[float, float, float] | None = None
     self._phase = "starting"
@@ -104,33 +53,28 @@ class Display:
     # (rounds done, time) at the first update.
     self._first: tuple[int, float] | None = None
     self._waiting_line = False
-    self._live = None
-    if _can_draw(stream, self._console) and not quiet:
-      # Last: Live calls _panel at once.
-      self._live = rich.live.Live(
-        console=self._console,
-        get_renderable=self._panel,
-        # Leave stderr alone when it goes to a file.
-        redirect_stderr=sys.stderr.isatty(),
-      )
+    self._steps = steps.Steps(
+      stream, quiet=quiet, panel=self._panel, clock=clock, now=now
+    )
 
   def start(self) -> None:
     """Starts drawing the panel, if there is one."""
-    if self._live:
-      self._live.start()
+    self._steps.start()
 
   def close(self) -> None:
     """Leaves the last state on the screen."""
-    if self._live:
-      self._live.stop()
-    elif self._waiting_line:
+    if self._waiting_line:
       self._print_round()
+    self._steps.close()
 
   def phase(self, name: str) -> None:
-    """Shows the work outside the rounds, "warm start 12/40", until `update`."""
+    """Shows the step outside the rounds, "warm start 12/40", until `update`."""
     self._phase = name
-    if not self._live and not self._quiet:
-      self._lines.phase(name)
+    self._steps.phase(name)
+
+  def play(self) -> None:
+    """Shows the rounds again, after a step outside them."""
+    self._phase = ""
 
   def update(self, metrics: Mapping[str, float], fault: str = "") -> None:
     """Shows the metrics of a finished round.
@@ -143,29 +87,27 @@ class Display:
         router_entropy, max_load and dropped_assignments.
       fault: status and message of the most frequent fault.
     """
-    is_due = bool(self._phase) or not self._lines.is_soon
+    is_due = self._first is None or not self._steps.is_soon
     self._metrics, self._phase, self._fault = dict(metrics), "", fault
     self._first = self._first or (self._done, self._clock())
     success = metrics.get("success", math.nan)
     if math.isfinite(success):
       self._successes.append(success)
     self._waiting_line = True
-    is_due = is_due or self._done >= self._total_rounds
-    if is_due and not self._live:
+    if is_due or self._done >= self._total_rounds:
       self._print_round()
 
   def evaluation(self, success: float, low: float, high: float) -> None:
     """Shows an evaluation: its success rate and the interval around it."""
     self._evaluation = (success, low, high)
-    if not self._live:
-      line = f"evaluation: success {self._evaluation_text()}"
-      self._print(line, starts_pause=False)
+    line = f"evaluation: success {self._evaluation_text()}"
+    self._steps.print(line, starts_pause=False)
 
   def note(self, text: str) -> None:
     """Shows a notice above the panel, after the line of the latest round."""
-    if self._waiting_line and not self._live:
+    if self._waiting_line:
       self._print_round()
-    self._console.print(text, soft_wrap=True)
+    self._steps.console.print(text, soft_wrap=True)
 
   def warn(self, text: str) -> None:
     """Prints a warning on stderr, above the panel."""
@@ -180,17 +122,13 @@ class Display:
   def _done(self) -> int:
     return int(self._metrics.get("round", 0))
 
-  def _print(self, line: str, *, starts_pause: bool = True) -> None:
-    if not self._quiet:
-      self._lines.print(line, starts_pause=starts_pause)
-
   def _print_round(self) -> None:
     if not self._has_legend:
-      self._print(_LEGEND)
+      self._steps.print(_LEGEND)
       self._has_legend = True
-    self._print(self._line())
+    self._steps.print(self._line())
     if troubles := self._troubles():
-      self._print(troubles)
+      self._steps.print(troubles)
     self._waiting_line = False
 
   def _evaluation_text(self) -> str:
@@ -205,7 +143,7 @@ class Display:
       return "-"
     done, since_s = self._first
     pace_s = (self._clock() - since_s) / (self._done - done)
-    return _duration(pace_s * (self._total_rounds - self._done))
+    return steps.duration(pace_s * (self._total_rounds - self._done))
 
   def _line(self) -> str:
     cells = _cells(self._metrics)
@@ -229,20 +167,18 @@ class Display:
       cause = f" ({self._fault})" if self._fault else ""
       troubles.append(f"faults {cells['faults']}{cause}")
     line = "  ".join(troubles)
-    return _cut(f"  {line}", self._lines.room()) if line else ""
+    return steps.cut(f"  {line}", self._steps.room()) if line else ""
 
   def _panel(self) -> rich.console.RenderableType:
     """Returns the panel; called by the thread that draws."""
     cells = _cells(self._metrics)
-    top = rich.table.Table.grid(padding=(0, 2), expand=True)
-    top.add_column()
-    top.add_column(ratio=1)
-    top.add_column(justify="right")
-    top.add_row(
-      f"round {self._done}/{self._total_rounds}",
-      rich.progress_bar.ProgressBar(self._total_rounds, self._done),
-      self._phase or f"left {self._left()}",
-    )
+    top = self._steps.row()
+    if not self._phase:
+      top = steps.bar_row(
+        f"round {self._done}/{self._total_rounds}",
+        rich.progress_bar.ProgressBar(self._total_rounds, self._done),
+        self._steps.compiling() or f"left {self._left()}",
+      )
     rows = rich.table.Table.grid(padding=(0, 2))
     # Wide enough for a full sparkline, so that columns never move.
     for style, min_width in (("dim", 0), ("bold", 30), ("dim", 0), ("bold", 0)):
@@ -267,7 +203,7 @@ class Display:
       rows.add_row("skipped updates", cells["skipped"], "", "")
     if not self._fault:
       return rich.console.Group(top, rows)
-    fault = _cut(f"fault: {self._fault}", _COLUMNS)
+    fault = steps.cut(f"fault: {self._fault}", steps.COLUMNS)
     return rich.console.Group(top, rows, fault)
 
 
@@ -317,22 +253,6 @@ def _dropped(metrics: Mapping[str, float]) -> str:
   return f", {count:.0f} dropped" if count else ""
 
 
-def _cut(text: str, width: int) -> str:
-  return text if len(text) <= width else f"{text[: width - 3]}..."
-
-
-def _can_draw(stream: TextIO, console: rich.console.Console) -> bool:
-  return (
-    stream.isatty()
-    and not console.is_dumb_terminal
-    and console.encoding.startswith("utf")
-  )
-
-
-def _without_count(phase: str) -> str:
-  return phase.rstrip("0123456789/ ")
-
-
 def _number(value: float | None, form: str) -> str:
   if value is None or not math.isfinite(value):
     return "-"
@@ -351,10 +271,3 @@ def _thousands(value: float | None) -> str:
     if value >= scale:
       return f"{value / scale:.{1 if value < 10 * scale else 0}f}{unit}"
   return f"{value:.0f}"
-
-
-def _duration(seconds: float) -> str:
-  minutes, seconds = divmod(round(seconds), 60)
-  if minutes < 60:
-    return f"{minutes}:{seconds:02}"
-  return f"{minutes // 60}h{minutes % 60:02}"

@@ -223,6 +223,7 @@ class _Run(progress_lib.RunObserver):
     parts.spans.listeners.append(self._meter.add)
     parts.log.listeners.append(self._warn_once)
     loop = assemble.coordinate(parts, self)
+    self._screen.play()
     # Objects that live as long as the run need no further collections, which
     # would stop the event loop for 0.1 s each.
     gc.collect()
@@ -458,14 +459,16 @@ class _Run(progress_lib.RunObserver):
   async def _evaluate_alone(self, version: int) -> None:
     """Evaluates outside the rounds, where only this watches the deadline."""
     await self._parts.watchdog.wait(
-      self._evaluate(version),
+      self._evaluate(version, self._screen.phase),
       owner="the run",
       what=f"the evaluation of version {version}",
       deadline_s=self._experiment.progress_timeout_s,
       renew_on_heartbeat=True,
     )
 
-  async def _evaluate(self, version: int) -> None:
+  async def _evaluate(
+    self, version: int, report: Callable[[str], None] = lambda text: None
+  ) -> None:
     settings = self._experiment.evaluation
     if not settings.episodes or version == self._evaluated:
       return
@@ -477,6 +480,7 @@ class _Run(progress_lib.RunObserver):
         temperature=settings.temperature,
         success=settings.success,
         seed=self._experiment.seed,
+        report=report,
       )
     time_s = time.monotonic() - self._parts.spans.origin
     row = {"version": version, "time_s": time_s, **dataclasses.asdict(outcome)}
@@ -551,4 +555,8 @@ class _Run(progress_lib.RunObserver):
   def _conclude(self) -> int:
     """Writes trace and report; returns 1 if an invariant broke, else 0."""
     self._flush()
-    return summary.conclude(self._dir, self._meter.take(), self._screen.note)
+    self._screen.phase("checking the log and writing the report")
+    try:
+      return summary.conclude(self._dir, self._meter.take(), self._screen.note)
+    finally:
+      self._screen.play()

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ def export(
   config: config_lib.ModelConfig,
   tokenizer: Tokenizer = None,
   max_file_bytes: int = 5_000_000_000,
+  report: Callable[[str], None] = lambda text: None,
 ) -> None:
   """Writes config.json, weights, tokenizer and chat template, or nothing.
 
@@ -65,6 +66,7 @@ def export(
     tokenizer: ours, or the directory of the checkpoint whose tokenizer files
       are copied; None writes none.
     max_file_bytes: of tensors in a file; one that is larger has its own.
+    report: is told how many of the parameters are written.
 
   Raises:
     ValueError: the directory exists or cannot be written, the parameters are
@@ -79,7 +81,7 @@ def export(
   hosts = jax.process_count()
   if hosts > 1:
     multihost_utils.sync_global_devices("export: checked")
-  tensors = _gathered(entries, leaves)
+  tensors = _gathered(entries, leaves, report)
   if jax.process_index() == 0:
     plan = _plan(entries, leaves, max_file_bytes)
     _write(target, config, tokenizer, tensors, plan)
@@ -149,14 +151,17 @@ def _check_vocabulary(
 
 
 def _gathered(
-  entries: list[parameter_names.Entry], leaves: list[_Leaf]
+  entries: list[parameter_names.Entry],
+  leaves: list[_Leaf],
+  report: Callable[[str], None],
 ) -> Iterator[np.ndarray]:
   """Yields every tensor on the host, in the order of `_plan`."""
-  for entry, leaf in zip(entries, leaves, strict=True):
+  for i, (entry, leaf) in enumerate(zip(entries, leaves, strict=True)):
     like = parameter_names.Entry((), entry.axes, entry.shape, entry.num_in)
     array = leaf.stack[leaf.index] if isinstance(leaf, _Layer) else leaf
     host = safetensors_io.on_host(_to_stored(array, like))
     yield from host if entry.stacked else [host]
+    report(f"writing the weights {i + 1}/{len(entries)}")
 
 
 def _plan(

@@ -40,6 +40,7 @@ def load(
   directory: str | os.PathLike[str],
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
+  report: Callable[[str], None] = lambda text: None,
 ) -> definition.Params:
   """Returns the parameters of a checkpoint, in `config.compute.dtype`.
 
@@ -51,6 +52,7 @@ def load(
       model.safetensors.index.json.
     layout: where the parameters go; None is the default device. On several
       hosts each calls this, with the same files within reach.
+    report: is told how many of the parameters are there.
 
   Raises:
     Unusable: everything that `check` finds, or the tensors that hold NaN or
@@ -58,7 +60,7 @@ def load(
   """
   with safetensors_io.TensorFiles(directory) as files:
     refuse(files.directory, _problems(files, config))
-    return place(files, config, layout)
+    return place(files, config, layout, report)
 
 
 def check(
@@ -228,6 +230,7 @@ def place(
   files: safetensors_io.TensorFiles,
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
+  report: Callable[[str], None] = lambda text: None,
 ) -> definition.Params:
   """Returns what `load` returns, from open files that passed `check`.
 
@@ -243,10 +246,13 @@ def place(
     functools.partial(_converter, config.compute.dtype, layout)
   )
   finite: dict[str, jax.Array] = {}
+  entries = parameter_names.entries(config)
+  total = len(jax.tree.leaves(entries))
 
   def leaf(entry: parameter_names.Entry) -> jax.Array:
     convert = converter(dataclasses.replace(entry, names=()))
     ours, finite[entry.names[0]] = convert(_stored(entry, layout, files))
+    report(f"loading the weights {min(len(finite), total)}/{total}")
     # Transfers run behind: without this, host copies would pile up.
     return jax.block_until_ready(ours)
 
@@ -262,7 +268,6 @@ def place(
       stack = put(stack, leaf(entry), at)
     return stack
 
-  entries = parameter_names.entries(config)
   params = jax.tree.map(
     lambda node: (
       leaf(node) if isinstance(node, parameter_names.Entry) else node

@@ -1,4 +1,4 @@
-"""Pictures: their scales, and their colours in a light and in a dark browser."""
+"""Pictures: their scales, and their colours in light and dark browsers."""
 
 import pathlib
 

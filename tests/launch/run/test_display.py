@@ -262,20 +262,3 @@ def test_a_sparkline_averages_a_long_history():
   # Halves of 0, 0, 1, 1 average to 0 and 1; out of range is clipped.
   assert display.sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
   assert display.sparkline([-1.0, 2.0]) == "▁█"
-
-
-def test_lines_of_one_phase_come_at_most_every_two_seconds():
-  stream, clock = io.StringIO(), Clock()
-  lines = display.Lines(stream, clock=clock, now=lambda: "09:30:00")
-  for clock.now_s, name in (
-    (0.0, "loading"),
-    (0.1, "playing 1/9"),
-    (1.0, "playing 2/9"),
-    (2.2, "playing 5/9"),
-  ):
-    lines.phase(name)
-  assert stream.getvalue().splitlines() == [
-    "09:30:00 loading",
-    "09:30:00 playing 1/9",
-    "09:30:00 playing 5/9",
-  ]
