@@ -31,7 +31,8 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import flags, workdir
-from launch.report import comparison
+from launch.report import comparison, frozen
+from launch.view import runs as view_runs
 from rl import experiment
 from rl.backends import contract
 from rl.settings import overrides as overrides_lib
@@ -133,8 +134,8 @@ def compare(root: pathlib.Path, metric: str, less: bool) -> None:
   runs = comparison.read(directories, metric)
   print(comparison.text(runs, metric, less))
   target = root / "compare.html"
-  page = comparison.page(runs, metric, root.resolve().name, less)
-  target.write_text(page, "utf-8")
+  data = view_runs.RunsDirectory(root).frozen(metric, less)
+  target.write_text(frozen.page(root.resolve().name, data), "utf-8")
   print(f"curves: {target}")
 
 

@@ -151,6 +151,7 @@ async def _first_state(
   """Returns what a run starts from, before anything has been trained."""
   experiment, run = parts.experiment, parts.learner_thread.run
   if experiment.initial is None:
+    report("drawing the weights")
     return await run("init", fresh_state, parts.programs, experiment.seed)
   return await run(
     "init",

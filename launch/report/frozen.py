@@ -1,4 +1,4 @@
-"""The page of a run as one file, without a server or a network.
+"""The page of a run, or of a sweep, as one file without a server or network.
 
   static/index.html + style.css + modules in the order of their imports + data
 
@@ -31,7 +31,7 @@ def page(title: str, data: Any) -> str:
   """Returns the page.
 
   Args:
-    title: of the run.
+    title: of the run, or of the sweep.
     data: JSON data of frozen.js.
   """
   style = (STATIC / "style.css").read_text("utf-8")

@@ -13,9 +13,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.cli import config_file
-from launch.report import bubbles, episode_census
-from models import untrusted_files
+from launch.report import bubbles, episode_census, run_files
 from rl.audit import checker, event_log, tampering, token_ledger
 from rl.rollout import group_rollout
 from rl.runtime import segments
@@ -262,8 +260,7 @@ def _promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:
       f"{run_dir}/events.jsonl is missing; name the --workdir of a run"
     )
   try:
-    path = run_dir / "config.json"
-    return schedule_of(untrusted_files.read_object(path, config_file.MAX_BYTES))
+    return schedule_of(run_files.settings(run_dir))
   except (ValueError, LookupError, TypeError, AttributeError) as error:
     raise UnreadableLog(
       f"{run_dir}/config.json: it should hold the schedule: {error}"

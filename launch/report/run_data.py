@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from launch.report import comparison, run_files, trajectory_index
+from launch.report import run_files, trajectory_index
 from models import untrusted_files
+from rl.settings import overrides
 
 Columns = Mapping[str, np.ndarray]
 """Arrays of one length by name: float64, nan where a row has no number; or
@@ -66,7 +67,7 @@ def read(path: str | os.PathLike) -> RunData:
   notes: list[str] = []
   return RunData(
     path=directory,
-    settings=comparison.flat(config),
+    settings=overrides.flat(config),
     metrics=_columns(directory / "metrics.jsonl", notes),
     evaluations=_columns(directory / "evaluations.jsonl", notes),
     notes=notes,

@@ -9,24 +9,28 @@ import pathlib
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib import parse
 
-from launch.cli import config_file
-from launch.report import comparison, metric_docs
+from launch.report import comparison, metric_docs, run_files
 from launch.run import status_server
 from launch.view import followed_rows
 from models import untrusted_files
+from rl.settings import overrides
 
 MAX_RUNS = 1000
 """Runs that a page lists: those that come first by name."""
 
 _MAX_DEPTH = 4
 _MAX_POINTS = 2000
+_FROZEN_VALUES, _MIN_FROZEN = 1_000_000, 50
 _MAX_TEXT = 200
 _CONFIG = "config.json"
 _LESS = "↑"
 _EVALUATION = "evaluation/"
 _EVALUATED_S = f"{_EVALUATION}time_s"
 _FIRST = ("success", "reward_mean")
+_AXES = ("rounds", "tokens", "time")
+_REPORT = "report.html"
 _NO_METRICS = ("round", f"{_EVALUATION}round")
 
 
@@ -92,6 +96,27 @@ class ViewedRun:
       )
     return self._curve[1]
 
+  def frozen(self, metrics: Mapping[str, bool], most: int) -> dict[str, Any]:
+    """Returns the curves of all metrics, and the last and best mean of each.
+
+    Args:
+      metrics: names, and whether less of each is better.
+      most: points of a curve.
+    """
+    curves = {name: self.curve(name, less) for name, less in metrics.items()}
+    known = {
+      name: curve for name, curve in curves.items() if curve["last"] is not None
+    }
+    axes = next(iter(curves.values()))
+    return {
+      **{axis: _thinned(axes[axis], most) for axis in _AXES},
+      "metrics": {
+        name: _thinned(curve["values"], most) for name, curve in known.items()
+      },
+      "last": {name: curve["last"] for name, curve in known.items()},
+      "best": {name: curve["best"] for name, curve in known.items()},
+    }
+
   def compared(self, values: Mapping[int, float]) -> comparison.ComparedRun:
     """Returns the run as `comparison` has it, with values of a metric."""
     return comparison.ComparedRun(
@@ -119,10 +144,10 @@ class ViewedRun:
       return
     self._seen = seen
     try:
-      config = untrusted_files.read_object(file, config_file.MAX_BYTES)
-    except untrusted_files.BadFile:
-      config = {}
-    self._settings = comparison.flat(config)
+      config = run_files.settings(self.path)
+      self._settings = overrides.flat(config)
+    except (untrusted_files.BadFile, RecursionError):
+      config, self._settings = {}, {}
     rounds = config.get("rounds")
     self._rounds = rounds if isinstance(rounds, int) else None
 
@@ -227,10 +252,50 @@ class RunsDirectory:
 
   def curves(self, metric: str) -> dict[str, Any]:
     """Returns a metric of every run, over rounds, tokens and seconds."""
-    entry = next((row for row in self._docs if row.matches(metric)), None)
-    less = entry is not None and entry.worse == _LESS
+    entry = self._entry(metric)
+    less = _is_less(entry)
     runs = {name: run.curve(metric, less) for name, run in self.look().items()}
     return {"runs": runs, "meaning": "" if entry is None else str(entry)}
+
+  def frozen(self, metric: str, less: bool) -> dict[str, Any]:
+    """Returns all data of the pages over runs, for a page of its own.
+
+    Curves of many runs have fewer points. A run that has a report links to it.
+
+    Args:
+      metric: that comes first.
+      less: less of it is better.
+    """
+    table = self.overview()
+    names = list(dict.fromkeys([metric, *table["metrics"]]))
+    num_curves = max(1, len(names) * len(self._runs))
+    most = max(_MIN_FROZEN, min(_MAX_POINTS, _FROZEN_VALUES // num_curves))
+    runs = {
+      name: run.frozen(
+        {
+          key: less if key == metric else _is_less(self._entry(key))
+          for key in names
+        },
+        most,
+      )
+      for name, run in self._runs.items()
+    }
+    for row in table["runs"]:
+      page = self._runs[row["name"]].path / _REPORT
+      if page.is_file():
+        row["page"] = parse.quote(page.relative_to(self.root).as_posix())
+    return {
+      "table": {
+        **table,
+        "metrics": names,
+        "sort": {"key": "best", "down": not less},
+      },
+      "runs": runs,
+      "meanings": metric_docs.explain(names),
+    }
+
+  def _entry(self, metric: str) -> metric_docs.MetricEntry | None:
+    return next((row for row in self._docs if row.matches(metric)), None)
 
   def metrics_of(self, name: str) -> dict[str, Any]:
     """Returns all metrics of a run; KeyError if there is no such run."""
@@ -245,6 +310,10 @@ class RunsDirectory:
     return {
       **{key: _thinned(column) for key, column in axes.items()},
       "metrics": columns,
+      "last": {
+        key: comparison.last_mean(comparison.values_of(rows, key))
+        for key in keys
+      },
       "meanings": metric_docs.explain(list(columns)),
     }
 
@@ -318,8 +387,13 @@ def _numeric(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
   return [name for name in names if name not in _NO_METRICS]
 
 
-def _thinned(column: Sequence[Any]) -> list[Any]:
-  """Returns every k-th value and the last, so that they fit a curve."""
-  every = -(-len(column) // _MAX_POINTS) or 1
+def _is_less(entry: metric_docs.MetricEntry | None) -> bool:
+  """Returns whether less of a metric is better."""
+  return entry is not None and entry.worse == _LESS
+
+
+def _thinned(column: Sequence[Any], most: int = _MAX_POINTS) -> list[Any]:
+  """Returns every k-th value and the last, at most `most` of them."""
+  every = -(-len(column) // most) or 1
   # From the end, so that the newest is one of them.
   return list(column[::-every])[::-1]

@@ -12,10 +12,10 @@ import pathlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
-from rl.settings import checks
+from rl.settings import checks, overrides
 
 _CLOSE_S = 60.0
 _MAX_WAITING = 10_000
@@ -179,7 +179,7 @@ class _Mlflow:
       found.experiment_id if found else self._client.create_experiment(name)
     )
     run = self._client.create_run(experiment, run_name=run_dir.name)
-    for key, value in _leaves(settings):
+    for key, value in overrides.flat(settings).items():
       self._client.log_param(run.info.run_id, key, value)
     return run.info.run_id
 
@@ -195,15 +195,6 @@ class _Mlflow:
 
   def close(self) -> None:
     self._client.set_terminated(self._id, "FINISHED")
-
-
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-  """Yields the settings below a tree by dotted name, as text."""
-  if not isinstance(tree, dict):
-    yield path, str(tree)
-    return
-  for name, part in tree.items():
-    yield from _leaves(part, f"{path}.{name}" if path else name)
 
 
 def _known_id(run_dir: pathlib.Path) -> str | None:

@@ -14,6 +14,7 @@ path:
 import dataclasses
 import difflib
 import enum
+import json
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -107,6 +108,29 @@ def from_json(data: Any) -> Any:
     SettingError: names the path, what was expected, and the nearest field.
   """
   return parsing.read_field(object, data, "config")
+
+
+def flat(tree: Any, path: str = "") -> dict[str, str]:
+  """Returns the leaves of a tree of settings as text, by dotted name.
+
+  Args:
+    path: of the tree itself.
+  """
+  if isinstance(tree, dict):
+    found: dict[str, str] = {}
+    for name, part in tree.items():
+      if name != "class":
+        found |= flat(part, f"{path}.{name}" if path else name)
+      elif path:  # Told by its last word, as on the command line.
+        found[path] = str(part).rpartition(".")[2]
+    return found
+  if isinstance(tree, list):
+    return {path: ",".join(_leaf(part) for part in tree)}
+  return {path: _leaf(tree)}
+
+
+def _leaf(value: Any) -> str:
+  return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
 def _children(node: Any, hint: Any) -> dict[str, tuple[Any, Any]]:

@@ -14,7 +14,7 @@ from launch.cli import flags
 from launch.report import comparison
 from rl.backends import local
 from tests.helpers import backends_under_test as under_test
-from tests.helpers import commands
+from tests.helpers import commands, viewed_runs
 
 SWEEP = """
 import sys
@@ -208,6 +208,31 @@ def write_metrics(directory, values):
     for number, value in enumerate(values)
   ]
   (directory / "metrics.jsonl").write_text("\n".join(rows))
+
+
+@pytest.mark.process
+def test_all_runs_can_be_compared_in_a_file(tmp_path, browser):
+  for number, level in enumerate((0.0, 0.3, 0.1)):
+    path = tmp_path / f"run_{number:03d}"
+    viewed_runs.run(path, level=level, name=viewed_runs.EVIL * (number > 0))
+  (tmp_path / "run_001" / "report.html").touch()
+  sweep_lib.compare(tmp_path, "success", less=False)
+  browser.open(f"file://{tmp_path / 'compare.html'}")
+  rows = browser.values("tbody tr", "data-run")
+  assert rows == ["run_001", "run_002", "run_000"]
+  assert browser.values("tbody a", "href") == ["run_001/report.html"]
+  # Runs 1 and 2 differ in nothing.
+  assert browser.count("#curves .curve") == 2
+  assert browser.do("document.body.dataset.hurt") is None
+  browser.choose("#metric", "entropy")
+  browser.wait("document.querySelector('[aria-label^=\"entropy\"]') !== null")
+  for name in ("run_000", "run_001"):
+    browser.click(f"[aria-label='Tick {name}']")
+  browser.click("#compare")
+  browser.wait("document.querySelector('#metrics td') !== null")
+  cells = browser.text("#metrics tbody tr").split()
+  # The mean of 0.1 to 0.4, and 0.3 more.
+  assert cells == ["success", "0.25", "0.55", "0.3"]
 
 
 def test_a_run_below_the_median_of_two_others_is_found(tmp_path):

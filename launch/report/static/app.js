@@ -21,7 +21,7 @@ function open() {
     return state.page.show(fields);
   state.path = identity;
   const { source } = state;
-  if (path === "run" || !source.runs) state.page = runPage(source, fields);
+  if (source.run && (path === "run" || !source.runs)) state.page = runPage(source, fields);
   else if (path === "compare") state.page = comparePage(source, fields);
   else state.page = runsPage(source);
   $("#main").replaceChildren(state.page.node);

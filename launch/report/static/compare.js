@@ -6,7 +6,6 @@ import { caption, choice, el, format, options, section } from "./dom.js";
 import { AXES, pointsOf, smoothed } from "./series.js";
 
 const SIDES = ["a", "b"];
-const LAST = 10;
 
 export function comparePage(source, fields) {
   const page = { names: SIDES.map((side) => fields.get(side) ?? ""),
@@ -90,19 +89,13 @@ function settingsTable(names, { runs, differing }) {
     : caption("Both have the same settings.");
 }
 
-function lastMean(values = []) {
-  const known = values.filter((value) => value != null).slice(-LAST);
-  return known.length
-    ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
-}
-
 function metricsTable(page) {
   const { both } = page;
   const keys = [...new Set(both.flatMap(({ metrics }) =>
     Object.keys(metrics)))];
   const focused = document.activeElement?.dataset?.metric;
   const rows = keys.map((key) => {
-    const [a, b] = both.map(({ metrics }) => lastMean(metrics[key]));
+    const [a, b] = both.map(({ last }) => last[key]);
     return el("tr", {}, el("th", { scope: "row" }, el("button", {
       class: "plain", "data-metric": key,
       "aria-pressed": String(key === page.metric),

@@ -30,7 +30,7 @@ export function runsPage(source) {
   options(axis, Object.keys(AXES), Object.values(AXES));
   const title = el("h1");
   Object.assign(page, {
-    metric, axis, bands, wide, search, compare, scroll, title, meaning,
+    isFrozen: !source.run, metric, axis, bands, wide, search, compare, scroll, title, meaning,
     figure: curves.figure,
     node: el("div", {}, el("p", { class: "eyebrow" }, "All runs of"), title,
       curves.node, table.node),
@@ -53,6 +53,7 @@ async function loadRuns(page, source) {
   const data = await source.runs();
   const metrics = data.metrics.length ? data.metrics : ["success"];
   if (data !== page.data) options(page.metric, metrics);
+  if (!page.data && data.sort) page.sort = data.sort;
   const curves = await source.curves(page.metric.value);
   if (data === page.data && curves === page.curves) return;
   Object.assign(page, { data, curves });
@@ -100,6 +101,12 @@ function drawCurves(page, shown) {
     caption("Means of neighbours, a twenty-fifth of the run each way; a band " +
       "reaches from the least to the most of its runs." +
       (more > 0 ? ` ${more} more are not drawn: tick those to see.` : "")));
+}
+
+// In a file a run is a link to the file of its own, if it has one.
+function nameOf({ name, page }, isFrozen) {
+  const href = isFrozen ? page : linkTo("run", { name });
+  return href ? el("a", { href, "data-focus": `open ${name}` }, name) : name;
 }
 
 // Runs that have little in common differ in all they have.
@@ -168,8 +175,7 @@ function drawTable(page, shown) {
       page.draw();
     } })),
   ...columns.map(({ key, of, text }) => el("td", {}, key === "name"
-    ? el("a", { href: linkTo("run", { name: run.name }),
-      "data-focus": `open ${run.name}` }, run.name)
+    ? nameOf(run, page.isFrozen)
     : text ? text(run) : format(of(run))))));
   page.scroll.replaceChildren(el("table", {}, el("thead", {}, head),
     el("tbody", {}, ...rows)));

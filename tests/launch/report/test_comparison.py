@@ -1,7 +1,6 @@
-"""Runs side by side: settings, ranks, groups and the page, by hand."""
+"""Runs side by side: settings, ranks and groups, by hand."""
 
 import json
-import xml.etree.ElementTree
 
 import pytest
 
@@ -56,22 +55,6 @@ def test_the_table_tells_what_differs():
   assert heads == "run rounds last success best success seed rate extra"
   assert lines[1].split() == ["run_002", "2", "0.7", "0.7", "1", "0.3", "<x>"]
   assert lines[4].split() == ["run_003", "0", "-", "-", "2", "0.3", "<x>"]
-
-
-def test_the_page_is_whole_and_text_stays_text():
-  page = comparison.page(RUNS, "success", "a & b")
-  assert "<title>a &amp; b</title>" in page
-  assert "<x>" not in page
-  picture = page[page.index("<svg") : page.index("</svg>") + len("</svg>")]
-  root = xml.etree.ElementTree.fromstring(picture)
-  tags = [element.tag.rpartition("}")[2] for element in root]
-  # A band where there are two runs, and a line for each group.
-  assert (tags.count("polygon"), tags.count("polyline")) == (2, 2)
-  assert page.count("<tr") == 5
-
-
-def test_a_page_of_runs_without_rounds_is_drawn():
-  assert "<svg" in comparison.page([run("one", [])], "success", "none yet")
 
 
 def test_settings_are_read_as_the_command_line_names_them(tmp_path):

@@ -118,6 +118,46 @@ def test_evaluations_are_metrics_of_the_rounds_before_them(tmp_path):
   assert held_out == curve["values"]
 
 
+def test_a_file_of_all_runs_has_every_metric_and_links_to_reports(tmp_path):
+  viewed_runs.run(tmp_path / "a b")
+  (tmp_path / "a b" / "report.html").touch()
+  viewed_runs.run(tmp_path / "c", level=0.3)
+  found = runs.RunsDirectory(tmp_path).frozen("entropy", less=True)
+  names = found["table"]["metrics"]
+  assert names == [
+    "entropy",
+    "success",
+    "reward_mean",
+    "sampled_tokens",
+    "time_s",
+  ]
+  pages = [row.get("page") for row in found["table"]["runs"]]
+  assert pages == ["a%20b/report.html", None]
+  run = found["runs"]["c"]
+  assert run["rounds"] == [1, 2, 3, 4]
+  assert run["metrics"]["success"] == pytest.approx([0.4, 0.5, 0.6, 0.7])
+  # Four rounds, so one mean: of 1.9, 1.8, 1.7, 1.6.
+  assert (run["last"]["entropy"], run["best"]["entropy"]) == (
+    pytest.approx(1.75),
+    pytest.approx(1.75),
+  )
+  assert "reward_mean" not in run["metrics"]
+
+
+def test_a_file_of_many_runs_has_fewer_points(tmp_path, monkeypatch):
+  monkeypatch.setattr(runs, "_FROZEN_VALUES", 60)
+  monkeypatch.setattr(runs, "_MIN_FROZEN", 3)
+  viewed_runs.run(tmp_path / "a", rounds=8)
+  found = runs.RunsDirectory(tmp_path).frozen("success", less=False)
+  # 60 values for 5 metrics of a run: 12 points, which 8 rounds do not need.
+  assert len(found["runs"]["a"]["rounds"]) == 8
+  monkeypatch.setattr(runs, "_FROZEN_VALUES", 20)
+  found = runs.RunsDirectory(tmp_path).frozen("success", less=False)
+  # Four: every second one, up to the newest.
+  assert found["runs"]["a"]["rounds"] == [2, 4, 6, 8]
+  assert found["runs"]["a"]["last"]["success"] == pytest.approx(0.45)
+
+
 def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):
   viewed_runs.run(tmp_path / "a", 2)
   rows = viewed_runs.metrics(5001)
