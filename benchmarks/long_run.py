@@ -5,11 +5,11 @@
 
 A simulated run of the real coordinator, producer, gate, buffer, router and
 event log: 2 groups of 2 members a round, a staleness of 1, and environments
-that are slow or fail now and then. Its log is on disk, in segments, and checked
-at the end from there. Then a real run of as many minutes, of the small model of
-the tests, in slices: in turn it is stopped and killed, and the same command is
-given again. Its process is watched from outside, and in the end its log is
-checked over all slices.
+that are slow or fail now and then. Its log is on disk, in segments, of which
+the oldest are deleted on the way, and is checked at the end. Then a real run of
+as many minutes, of the small model of the tests, in slices: in turn it is
+stopped and killed, and the same command is given again. Its process is watched
+from outside, and in the end its log is checked over all slices.
 
 With a folder the real run is kept there, and a later call goes on with it until
 it has trained for as many minutes in all: hours may take several sittings.
@@ -39,12 +39,12 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch.report import log_check, run_files
-from launch.run import status_server
-from rl.audit import checker, event_log, token_ledger
+from launch.run import log_retention, status_server
 from rl.loop import progress as progress_lib
 from rl.rollout import group_rollout
 from rl.runtime import segments
 from rl.schedule import overlap
+from rl.settings import overrides
 from rl.simulation import distributions, simulate, workload
 
 _ROUNDS = absl_flags.DEFINE_integer(
@@ -60,8 +60,9 @@ _SAMPLES = 200
 _GROUPS, _MEMBERS = 2, 2
 _MIB = 2**20
 _END_S = 300.0
-# Small, so that the minutes of a real run fill several.
+# Small, so that the minutes of a real run fill several, and some are deleted.
 _SEGMENT_BYTES = 4 * _MIB
+_LOG_BYTES = 8 * _MIB
 _SMALL = {
   "rounds": 1_000_000,
   "model.num_layers": 2,
@@ -80,6 +81,7 @@ _SMALL = {
   "evaluation.episodes": 16,
   "evaluation.every": 100,
   "retention.segment_bytes": _SEGMENT_BYTES,
+  "retention.log_bytes": _LOG_BYTES,
 }
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -103,16 +105,19 @@ def _logs_mib(run_dir: pathlib.Path) -> float:
 
 
 class _Watcher(progress_lib.RunObserver):
-  """Samples the process now and then, between rounds."""
+  """Samples the process now and then, between rounds, and trims its logs."""
 
   def __init__(self, run_dir: pathlib.Path, rounds: int):
     self._dir, self._every = run_dir, max(1, rounds // _SAMPLES)
     self._start_s = time.perf_counter()
+    self._retention = log_retention.LogRetention(run_dir, _LOG_BYTES)
     self.samples: list[Sample] = []
 
   async def on_boundary(self, progress: progress_lib.Progress) -> None:
     if progress.trained % self._every:
       return
+    # There is no restart, so as if each round were saved.
+    self._retention.trim(progress.trained)
     self.samples.append(
       {
         "round": progress.trained,
@@ -155,25 +160,27 @@ def settings(rounds: int) -> simulate.Simulation:
 
 def simulated(rounds: int, run_dir: pathlib.Path) -> dict[str, Any]:
   """Returns the samples of a simulated run, and the verdict on its log."""
-  chosen, watcher = settings(rounds), _Watcher(run_dir, rounds)
+  chosen = settings(rounds)
+  config = {
+    "overlap": overrides.to_json(chosen.overlap),
+    "rollout": {"group_size": _MEMBERS},
+  }
+  (run_dir / "config.json").write_text(json.dumps(config))
+  watcher = _Watcher(run_dir, rounds)
   record = simulate.simulate(chosen, run_dir=run_dir, observer=watcher)
   start_s = time.perf_counter()
-  promises = checker.Checker(chosen.overlap, _MEMBERS)
-  ledger, plain = token_ledger.LedgerBuilder(), 0
-  for event in event_log.LogFile(run_dir / "events.jsonl"):
-    promises.observe(event)
-    ledger.observe(event)
-  for line in segments.lines(run_dir / "events.jsonl"):
-    plain += len(line)
+  verdict = log_check.of_run(run_dir)
   return {
     "rounds": rounds,
     "episodes": rounds * _GROUPS * _MEMBERS,
     "events": record.num_events,
-    "events_mib": plain / _MIB,
     "events_disk_mib": segments.num_bytes(run_dir / "events.jsonl") / _MIB,
     "segments": len(segments.closed(run_dir / "events.jsonl")),
-    "violations": [*record.violations, *promises.finish()],
-    "ledger_error": ledger.ledger().error,
+    "segments_deleted": segments.deleted(run_dir / "events.jsonl"),
+    "whole_from": verdict.whole_from,
+    "trained_groups": verdict.lags.total(),
+    "violations": [*record.violations, *verdict.violations],
+    "ledger_error": verdict.ledger.error,
     "real_s": record.real_s,
     "check_s": time.perf_counter() - start_s,
     "virtual_days": record.virtual_s / 86_400,
@@ -233,6 +240,7 @@ def _verdict(run_dir: pathlib.Path) -> dict[str, Any]:
     "rounds_once": rounds == list(range(1, len(rounds) + 1)),
     "events_disk_mib": segments.num_bytes(run_dir / "events.jsonl") / _MIB,
     "segments": len(segments.closed(run_dir / "events.jsonl")),
+    "segments_deleted": segments.deleted(run_dir / "events.jsonl"),
     "segment_mib": _SEGMENT_BYTES / _MIB,
     "violations": verdict.violations,
     "ledger_error": verdict.ledger.error,

@@ -87,18 +87,23 @@ class Retention:
     checkpoint_every: rounds between checkpoints.
     checkpoints: how many are kept.
     episodes_every: rounds between samples of trajectories.
+    episodes: samples that are kept, the newest.
     skipped: updates that were skipped, as their loss or gradient is not finite,
       each with a copy of the parameters; the newest stay. By default all that
       end a run.
     segment_bytes: of events.jsonl and of spans.jsonl, from which on they go
       on anew, and what they had is compressed into events/ and spans/.
+    log_bytes: of either log on disk, beyond which its oldest segments are
+      deleted; of events once they are checked and no restart can need them.
   """
 
   checkpoint_every: int = 25
   checkpoints: int = 2
   episodes_every: int = 10
+  episodes: int = 1000
   skipped: int = 3
   segment_bytes: int = segments.MAX_BYTES
+  log_bytes: int = 1 << 30
 
   def validate(self) -> None:
     """Raises ValueError on a number below 1."""

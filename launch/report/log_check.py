@@ -3,18 +3,30 @@
   python -m launch.report --check runs/first
 
 One pass over events.jsonl and its segments, in flat memory; the run may have
-millions of episodes, still go on, or have been killed.
+millions of episodes, still go on, or have been killed. Where the oldest
+segments were deleted (`launch/run/log_retention.py`), it begins with the state
+that a reader of them had at their end.
 """
 
 import collections
 import dataclasses
+import hashlib
 import itertools
+import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.report import bubbles, episode_census, run_files
-from rl.audit import checker, event_log, tampering, token_ledger
+from models import untrusted_files
+from rl.audit import (
+  checker,
+  event_log,
+  lifecycle,
+  snapshot,
+  tampering,
+  token_ledger,
+)
 from rl.rollout import group_rollout
 from rl.runtime import segments
 from rl.schedule import overlap
@@ -22,6 +34,8 @@ from rl.settings import overrides
 
 _MAX_ROWS = 120
 _MAX_TAMPERED = 500
+_MAX_STATE = 256 << 20
+_VERSION = 1
 _Row = list[Any]
 
 
@@ -65,6 +79,8 @@ class Verdict:
     census: lengths and faults of all episodes.
     phases: times at which members were played and groups taken.
     num_cut: lines left out because a crash has cut them.
+    whole_from: the first round, as in the metrics, whose events are all in the
+      log; those of older ones were checked before they were deleted.
   """
 
   bound: int | None
@@ -81,6 +97,18 @@ class Verdict:
   census: episode_census.EpisodeCensus
   phases: bubbles.Phases
   num_cut: int
+  whole_from: int = 1
+
+  @property
+  def deleted(self) -> str:
+    """A sentence about what is no longer in the log; "" if nothing is."""
+    if self.whole_from <= 1:
+      return ""
+    return (
+      f"events.jsonl is whole from round {self.whole_from:,} on; older events "
+      "were counted and checked before they were deleted "
+      "(retention.log_bytes)"
+    )
 
   @property
   def summary(self) -> str:
@@ -119,6 +147,8 @@ class Verdict:
       trained = chosen.shares.get(source, 0.0)
       lines.append(f"  {source}: {share:.1%} launched, {trained:.1%} trained")
     lines += self._mix
+    if self.deleted:
+      lines.append(self.deleted)
     if self.num_cut:
       lines.append(f"lines cut by a crash and left out: {self.num_cut}")
     lines += [f"checked: {check}" for check in self.checks]
@@ -245,7 +275,7 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
   Raises:
     UnreadableLog: it has no log, or no settings.
   """
-  schedule, group_size = _promised(run_dir)
+  schedule, group_size = promised(run_dir)
   verdict = read(run_dir / "events.jsonl", schedule, group_size)
   missing = _missing(run_dir / "metrics.jsonl", verdict.rounds)
   return dataclasses.replace(
@@ -253,8 +283,12 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
   )
 
 
-def _promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:
-  """Returns the schedule and the group size of a run that has a log."""
+def promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:
+  """Returns the schedule and the group size of a run that has a log.
+
+  Raises:
+    UnreadableLog: it has no log, or no settings.
+  """
   if not segments.exists(run_dir / "events.jsonl"):
     raise UnreadableLog(
       f"{run_dir}/events.jsonl is missing; name the --workdir of a run"
@@ -274,9 +308,14 @@ def tampered(run_dir: pathlib.Path) -> str:
   break a promise, of those tried; "event" is to leave it out.
 
   Raises:
-    UnreadableLog: it has no log, or no settings.
+    UnreadableLog: it has no log, no settings, or no longer the beginning.
   """
-  schedule, group_size = _promised(run_dir)
+  schedule, group_size = promised(run_dir)
+  if segments.deleted(run_dir / "events.jsonl"):
+    raise UnreadableLog(
+      f"{run_dir}/events.jsonl has lost its beginning to retention.log_bytes; "
+      "tamper with a log that is whole"
+    )
   log = event_log.LogFile(run_dir / "events.jsonl")
   try:
     beginning = list(itertools.islice(log, _MAX_TAMPERED))
@@ -331,11 +370,23 @@ def read(
     UnreadableLog: an event lacks a field, as one of an older version may, or
       a segment of the log is damaged.
   """
-  reader, log = _Reader(schedule, group_size), event_log.LogFile(path)
+  while True:
+    before = segments.deleted(path)
+    try:
+      return _read(path, Reader(schedule, group_size))
+    except UnreadableLog:
+      # The run has deleted another segment meanwhile.
+      if segments.deleted(path) == before:
+        raise
+
+
+def _read(path: pathlib.Path, reader: "Reader") -> Verdict:
+  log = event_log.LogFile(path)
   try:
-    for event in event_log.surviving(log):
+    survivors = reader.begin(path)
+    for event in event_log.surviving(log, survivors):
       reader.observe(event)
-    return reader.verdict(log)
+    return reader.verdict(log, survivors)
   except LookupError as error:
     raise UnreadableLog(f"{path.name}: an event lacks {error}") from error
   except TypeError as error:
@@ -346,48 +397,141 @@ def read(
     raise UnreadableLog(str(error)) from error
 
 
-class _Reader:
-  """Gives each event to the checker, the ledger and the counters."""
+_GIVEN = ("_promised", "_bound", "_ledgers", "_checker")
+
+
+def _state(text: str, name: str) -> Any:
+  """Returns the state in the text of `Reader.to_host`; raises ValueError."""
+  checksum, _, rest = text.partition("\n")
+  if hashlib.sha256(rest.rstrip("\n").encode()).hexdigest() != checksum:
+    raise ValueError("its checksum differs")
+  state = untrusted_files.parse_json(rest, name)
+  if state["version"] != _VERSION:
+    raise ValueError(f"it has version {state['version']}, not {_VERSION}")
+  return state
+
+
+class Reader:
+  """Gives each event to the checker, the ledger and the counters.
+
+  Call `begin`, then `observe` with each event that survives.
+
+  Attributes:
+    rounds: trained, in whole or in part.
+  """
 
   def __init__(self, schedule: overlap.Overlap | None, group_size: int):
+    self._promised = [schedule and overrides.to_json(schedule), group_size]
     self._bound = schedule.max_staleness if schedule else None
-    self._checker = checker.Checker(schedule, group_size) if schedule else None
     self._ledgers, self._ages, self._mix = (
       token_ledger.LedgerBuilder(),
       Ages(),
       Mix(),
     )
+    self._checker = (
+      checker.Checker(schedule, group_size, self._ledgers) if schedule else None
+    )
     self._census = episode_census.EpisodeCensus()
     self._phases = bubbles.Phases()
     self._lags: collections.Counter[int] = collections.Counter()
     self._faults: collections.Counter[str] = collections.Counter()
-    self._rounds = 0
+    self._num_cut = self._num_garbled = 0
+    self.rounds = 0
+
+  @property
+  def under_way(self) -> list[lifecycle.AttemptRecord]:
+    """Attempts of which more may come; a schedule is known."""
+    assert self._checker is not None
+    return self._checker.under_way
+
+  def count_lines(self, log: event_log.LogFile) -> None:
+    """Takes the lines into account that the last reading left out."""
+    self._num_cut += log.num_cut
+    self._num_garbled += log.num_garbled
+
+  def to_host(self, survivors: Mapping[str, Any]) -> str:
+    """Returns the state after a part of a log as text, for `segments.delete`.
+
+    Args:
+      survivors: the state of those.
+    """
+    assert self._checker is not None
+    state = {
+      "version": _VERSION,
+      "promised": self._promised,
+      "survivors": survivors,
+      "checker": self._checker.to_host(),
+      "counts": snapshot.of(self, _GIVEN),
+    }
+    text = json.dumps(state, separators=(",", ":"))
+    return f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n"
+
+  def begin(self, path: pathlib.Path) -> event_log.Survivors:
+    """Goes on from the state of what was deleted of a log, if any was.
+
+    Raises:
+      UnreadableLog: that state is damaged, or cannot be used.
+    """
+    survivors = event_log.Survivors()
+    if not (number := segments.deleted(path)):
+      return survivors
+    file = segments.mark(path, number)
+    name = f"{path.stem}/{file.name}"
+    if self._checker is None:
+      raise UnreadableLog(
+        f"the beginning of {path.name} was deleted, and without a schedule the "
+        "rest cannot be read; put config.json back"
+      )
+    try:
+      state = _state(untrusted_files.read_text(file, _MAX_STATE), name)
+      if state["promised"] != self._promised:
+        raise ValueError("it is of another schedule or group size")
+      survivors.restore(state["survivors"])
+      self._checker.restore(state["checker"])
+      snapshot.restore(self, state["counts"], SourceCounts, without=_GIVEN)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+      raise UnreadableLog(
+        f"{name}, the state after what was deleted, cannot be used: {error}; "
+        "put a copy of it back"
+      ) from error
+    return survivors
 
   def observe(self, event: event_log.Event) -> None:
+    """Takes an event into account."""
     if self._checker:
       self._checker.observe(event)
-    self._ledgers.observe(event)
+    else:
+      self._ledgers.observe(event)
     self._ages.observe(event)
     self._mix.observe(event)
     self._census.observe(event)
     self._phases.observe(event)
     if event["kind"] == "trained":
       self._lags[event["version"] - event["first_version"]] += 1
-      self._rounds = max(self._rounds, event["version"] + 1)
+      self.rounds = max(self.rounds, event["version"] + 1)
     elif event["kind"] == "fault":
       self._faults[event["status"]] += 1
 
-  def verdict(self, log: event_log.LogFile) -> Verdict:
+  def verdict(
+    self, log: event_log.LogFile, survivors: event_log.Survivors
+  ) -> Verdict:
+    """Returns the verdict on all that was observed; call it once."""
+    self.count_lines(log)
     checks, violations, ledger = [], [], self._ledgers.ledger()
     if self._checker:
       checks = [*self._checker.checks, _BALANCE]
       violations = self._checker.finish()
       if ledger.error:
         violations.append(f"the ledger does not balance: {ledger}")
-    if log.num_garbled:
+    if self._num_garbled:
       violations.append(
-        f"{log.num_garbled} lines in the middle of the log are not events"
+        f"{self._num_garbled} lines in the middle of the log are not events"
       )
+    violations += [
+      f"a restart went on after {rounds} rounds, but what it supersedes was "
+      f"deleted: the log begins with round {survivors.floor}"
+      for rounds in survivors.too_far_back
+    ]
     return Verdict(
       bound=self._bound,
       checks=checks,
@@ -398,9 +542,10 @@ class _Reader:
       lags=self._lags,
       faults=self._faults,
       sources=dict(sorted(self._mix.sources.items())),
-      rounds=self._rounds,
+      rounds=self.rounds,
       groups=self._ages.rows,
       census=self._census,
       phases=self._phases,
-      num_cut=log.num_cut,
+      num_cut=self._num_cut,
+      whole_from=max(1, survivors.floor),
     )

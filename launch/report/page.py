@@ -90,6 +90,8 @@ def read(
   ]
   if log and verdict is None:
     verdict = _verdict(path, config, notes)
+  if verdict and verdict.deleted:
+    notes.append(f"{verdict.deleted}.")
   if verdict and verdict.num_cut:
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
   spans, num_spans = run_files.spans(path / "spans.jsonl", notes)

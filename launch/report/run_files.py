@@ -31,6 +31,11 @@ def lines(
   if not segments.exists(path):
     notes.append(f"{path.name} is {_lack(path)}.")
     return
+  if gone := segments.deleted(path):
+    notes.append(
+      f"{path.name} begins with segment {gone + 1}; older ones were deleted "
+      "(retention.log_bytes)."
+    )
   unreadable = 0
   try:
     for line in segments.lines(path):

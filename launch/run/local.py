@@ -26,6 +26,7 @@ from launch.gateway import agent_server
 from launch.report import log_check, run_files
 from launch.run import (
   display,
+  log_retention,
   memory_use,
   metrics_writer,
   rollout_samples,
@@ -142,7 +143,11 @@ class _Run(progress_lib.RunObserver):
     self._checkpoints = checkpoint.Checkpoints(
       run_dir / "checkpoints", experiment.retention.checkpoints
     )
+    self._retention = log_retention.LogRetention(
+      run_dir, experiment.retention.log_bytes, screen.warn
+    )
     self._closing = contextlib.ExitStack()
+    self._closing.callback(self._retention.close)
     self._closing.callback(self._close_checkpoints)
     self._unwritable: OSError | None = None
     self._saved = -1
@@ -413,6 +418,9 @@ class _Run(progress_lib.RunObserver):
         trained.by_token[:_EPISODES_KEPT],
         self._parts.chat,
       )
+      rollout_samples.keep_newest(
+        self._dir, self._experiment.retention.episodes
+      )
     self._flush()
 
   def _flush(self) -> None:
@@ -436,8 +444,15 @@ class _Run(progress_lib.RunObserver):
     last = trained == self._experiment.rounds
     if due or last or self._signals.number or hopeless:
       await self._save(progress)
+      self._trim_logs()
     if hopeless:
       raise round_warnings.Hopeless(hopeless)
+
+  def _trim_logs(self) -> None:
+    """Deletes what logs have too much, as far as no checkpoint needs it."""
+    names = workdir.checkpoints(self._dir)
+    if rounds := [int(name) for name in names if name.isdigit()]:
+      self._retention.trim_later(min(rounds))
 
   async def _save(self, progress: progress_lib.Progress) -> None:
     """Starts a checkpoint, unless this round is saved already."""
@@ -554,6 +569,7 @@ class _Run(progress_lib.RunObserver):
 
   def _conclude(self) -> int:
     """Writes trace and report; returns 1 if an invariant broke, else 0."""
+    self._retention.close()
     self._flush()
     self._screen.phase("checking the log and writing the report")
     try:

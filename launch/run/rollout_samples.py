@@ -51,6 +51,13 @@ def write(
   return path
 
 
+def keep_newest(run_dir: pathlib.Path, count: int) -> None:
+  """Deletes the files of `write` but for the newest."""
+  found = (run_dir / "trajectories").glob("round_*.jsonl")
+  for path in sorted(found)[:-count]:
+    path.unlink(missing_ok=True)
+
+
 def _add(
   turns: Sequence[dict[str, Any]], name: str, values: Float[np.ndarray, " T"]
 ) -> None:

@@ -8,7 +8,8 @@
 A log may end anywhere: unfinished work breaks no promise.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rl.audit import (
   engine_invariants,
@@ -79,6 +80,35 @@ class Checker:
       self._report(misplaced.violation)
     for handle in self._of_kind.get(event["kind"], self._of_unknown):
       handle(event)
+
+  @property
+  def under_way(self) -> list[lifecycle.AttemptRecord]:
+    """Attempts of which more may come."""
+    return self._lifecycle.under_way
+
+  def to_host(self) -> dict[str, Any]:
+    """Returns its state as JSON data, with that of its ledger."""
+    return {
+      "lifecycle": self._lifecycle.to_host(),
+      "invariants": {type(x).__name__: x.to_host() for x in self._invariants},
+      "violations": [*self._violations],
+      "num_violations": self._num_violations,
+      "ledger": self._ledger and self._ledger.to_host(),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state of a checker of the same schedule and group size.
+
+    Raises:
+      LookupError, TypeError, ValueError, AttributeError: it is of another.
+    """
+    self._lifecycle.restore(state["lifecycle"])
+    for one in self._invariants:
+      one.restore(state["invariants"][type(one).__name__])
+    self._violations = [str(line) for line in state["violations"]]
+    self._num_violations = int(state["num_violations"])
+    if self._ledger is not None:
+      self._ledger.restore(state["ledger"])
 
   def finish(self) -> list[str]:
     """Returns all violations, in the order in which they were found."""

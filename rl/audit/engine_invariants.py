@@ -106,6 +106,8 @@ class ServedVersions(invariant.Invariant):
   the time between the two.
   """
 
+  RECORDS = (_Play,)
+
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._served: dict[int, int] = {}

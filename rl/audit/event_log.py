@@ -62,9 +62,17 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any
 
+from rl.audit import snapshot
 from rl.runtime import line_file, segments
 
 Event = dict[str, Any]
@@ -199,6 +207,10 @@ class LogFile:
   Memory is that of one line. An iteration raises `segments.Damaged` where a
   part of the log is missing.
 
+  Args:
+    first, last: numbers of the segments to begin and to end with, as in
+      `segments.lines`.
+
   Attributes:
     num_cut: lines that the last iteration left out because they are not JSON,
       as a crash leaves the last one.
@@ -206,8 +218,10 @@ class LogFile:
       after them without a restart.
   """
 
-  def __init__(self, path: pathlib.Path):
-    self._path = path
+  def __init__(
+    self, path: pathlib.Path, first: int = 1, last: int | None = None
+  ):
+    self._path, self._first, self._last = path, first, last
     self.num_cut = self.num_garbled = 0
 
   def __iter__(self) -> Iterator[Event]:
@@ -228,7 +242,7 @@ class LogFile:
     return any(f'"{word}"' in line for line in self._lines())
 
   def _lines(self) -> Iterator[str]:
-    return segments.lines(self._path)
+    return segments.lines(self._path, first=self._first, last=self._last)
 
 
 def _event(line: str) -> Event | None:
@@ -325,6 +339,21 @@ class _Stretch:
       cancelled = event["reason"] == "redundant"
       self.dropped[group, attempt] = event["version"] if cancelled else None
 
+  @property
+  def is_empty(self) -> bool:
+    """True when it knows of no group."""
+    return not (self.begun or self.restored or self.trained or self.dropped)
+
+  def forget_but(self, groups: Collection[int]) -> None:
+    """Forgets all groups but some."""
+    for each in (self.begun, self.trained):
+      for group in each.keys() - groups:
+        del each[group]
+    for places in (self.ready, self.restored):
+      places -= {place for place in places if place[0] not in groups}
+    for place in [place for place in self.dropped if place[0] not in groups]:
+      del self.dropped[place]
+
 
 class _Engines:
   """The engines of a run that a restart changes.
@@ -369,7 +398,105 @@ class _Engines:
       engines.clear()
 
 
-def surviving(log: Iterable[Event]) -> Iterator[Event]:
+class Survivors:
+  """Tells the events of a log that later restarts do not supersede.
+
+  Call `note` with every event of the log, and then `take` with each again. One
+  may be noted right before it is taken where no restart comes after it.
+
+  Attributes:
+    floor: rounds from which on a restart may go on: one that goes further back
+      would supersede events that are no longer there.
+    too_far_back: rounds from which one went on nevertheless.
+  """
+
+  def __init__(self):
+    self.floor = 0
+    self.too_far_back: list[int] = []
+    self._num_known = 0  # Restarts before the floor was set.
+    self._stretches = [_Stretch()]
+    self._number = self._begun = self._served = 0
+    self._engines = _Engines()
+
+  def note(self, event: Event) -> None:
+    """Takes a few numbers of an event."""
+    if event["kind"] == "resumed":
+      self._stretches.append(_Stretch(event["trained"]))
+      self._num_known -= 1
+      if self._num_known < 0 and event["trained"] < self.floor:
+        self.too_far_back.append(event["trained"])
+    else:
+      self._stretches[-1].note(event)
+
+  def take(self, event: Event) -> Iterator[Event]:
+    """Yields what stands for an event as if there had been no restart."""
+    kind = event["kind"]
+    if kind == "resumed":
+      yield from self._restart(event)
+    elif _stays(self._stretches, self._number, event):
+      if kind in _BACK:  # With weights that are trained once more.
+        floor = _floor(self._stretches[self._number + 1 :])
+        event = event | {"version": min(event["version"], floor)}
+      match kind:
+        case "publish_start":
+          self._begun = event["version"]
+        case "published":
+          self._served = event["version"]
+      self._engines.note(event)
+      yield event
+
+  def _restart(self, event: Event) -> Iterator[Event]:
+    self._number += 1
+    version = min(one.rounds for one in self._stretches[self._number :])
+    at = {"t": event["t"], "version": version}
+    if self._served < version == event["trained"]:
+      # Cut off before it was published, and served from the start.
+      if self._begun < version:
+        yield {**at, "kind": "publish_start"}
+      yield {**at, "kind": "published", "restarted": True}
+      self._begun = self._served = version
+    yield from (at | one for one in self._engines.restart())
+
+  def to_host(self, groups: Collection[int], floor: int) -> dict[str, Any]:
+    """Returns its state as JSON data; `Survivors` of it take the rest.
+
+    What was noted and not taken has to be noted again.
+
+    Args:
+      groups: of which more may come; the others are forgotten.
+      floor: see the attribute.
+    """
+    num_known = len(self._stretches) - 1 - self._number
+    del self._stretches[self._number + 1 :]
+    for stretch in self._stretches:
+      stretch.forget_but(groups)
+    while self._number and self._stretches[0].is_empty:
+      del self._stretches[0]
+      self._number -= 1
+    return {
+      "floor": floor,
+      "num_known": num_known,
+      "stretches": [snapshot.of(stretch) for stretch in self._stretches],
+      "begun": self._begun,
+      "served": self._served,
+      "engines": snapshot.of(self._engines),
+    }
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state; see `snapshot.restore` for errors."""
+    self._stretches = []
+    for data in state["stretches"]:
+      self._stretches.append(_Stretch())
+      snapshot.restore(self._stretches[-1], data)
+    self._number = len(self._stretches) - 1
+    self.floor, self._num_known = state["floor"], state["num_known"]
+    self._begun, self._served = state["begun"], state["served"]
+    snapshot.restore(self._engines, state["engines"])
+
+
+def surviving(
+  log: Iterable[Event], survivors: Survivors | None = None
+) -> Iterator[Event]:
   """Yields the log as if its run had never been interrupted.
 
   A resume after N rounds supersedes older events, except those of groups that
@@ -381,42 +508,16 @@ def surviving(log: Iterable[Event]) -> Iterator[Event]:
   Args:
     log: is iterated over several times. With a resume a few numbers for each
       group are kept in memory, without one nothing.
+    survivors: of the part of the log before this one; None: it is whole.
   """
   if not _is_resumed(log):
     yield from log
     return
-  stretches = [_Stretch()]
+  survivors = survivors or Survivors()
   for event in log:
-    if event["kind"] == "resumed":
-      stretches.append(_Stretch(event["trained"]))
-    else:
-      stretches[-1].note(event)
-  number, begun, served = 0, 0, 0
-  engines = _Engines()
+    survivors.note(event)
   for event in log:
-    kind = event["kind"]
-    if kind == "resumed":
-      number += 1
-      version = min(stretch.rounds for stretch in stretches[number:])
-      at = {"t": event["t"], "version": version}
-      if served < version == event["trained"]:
-        # Cut off before it was published, and served from the start.
-        if begun < version:
-          yield {**at, "kind": "publish_start"}
-        yield {**at, "kind": "published", "restarted": True}
-        begun = served = version
-      yield from (at | one for one in engines.restart())
-    elif _stays(stretches, number, event):
-      if kind in _BACK:  # With weights that are trained once more.
-        floor = _floor(stretches[number + 1 :])
-        event = event | {"version": min(event["version"], floor)}
-      match kind:
-        case "publish_start":
-          begun = event["version"]
-        case "published":
-          served = event["version"]
-      engines.note(event)
-      yield event
+    yield from survivors.take(event)
 
 
 def _is_resumed(log: Iterable[Event]) -> bool:

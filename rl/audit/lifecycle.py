@@ -12,14 +12,15 @@ groups in flight, however long the log.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from rl.audit import event_log
+from rl.audit import event_log, snapshot
 from rl.data import trajectory
 
 # Publishes that a cancelled member has to end in.
 _PATIENCE = 2
+_GIVEN = ("_launched", "on_close")
 _FAULTS = frozenset(s.value for s in trajectory.Status if not s.trainable)
 
 
@@ -273,6 +274,15 @@ class Lifecycle:
   def under_way(self) -> list[AttemptRecord]:
     """Attempts of which more may come."""
     return list(self._open.values())
+
+  def to_host(self) -> dict[str, Any]:
+    """Returns its state as JSON data."""
+    return snapshot.of(self, _GIVEN)
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state; see `snapshot.restore` for errors."""
+    records = AttemptRecord, MemberRecord
+    snapshot.restore(self, state, *records, without=_GIVEN)
 
   def observe(self, event: event_log.Event) -> Misplaced | None:
     """Applies an event; returns it as misplaced when it breaks the order."""

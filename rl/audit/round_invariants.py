@@ -130,6 +130,8 @@ class Rounds(invariant.Invariant):
   weights that are published.
   """
 
+  RECORDS = (_Round,)
+
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._rounds: dict[int, _Round] = collections.defaultdict(_Round)
@@ -167,6 +169,8 @@ class Rounds(invariant.Invariant):
 
 class TrainingApart(invariant.Invariant):
   """A round never trains while one of its groups still plays."""
+
+  RECORDS = (_Round,)
 
   def __init__(self, context: invariant.Context):
     super().__init__(context)

@@ -10,8 +10,9 @@ tokens were lost or counted twice.
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from rl.audit import event_log, lifecycle
+from rl.audit import event_log, lifecycle, snapshot
 
 UNKNOWN = "unknown"
 """Source of groups that were restored without their history."""
@@ -183,6 +184,17 @@ class LedgerBuilder:
     """
     self._lifecycle = other
     other.on_close.append(self._close)
+
+  def to_host(self) -> dict[str, Any]:
+    """Returns its state as JSON data, without attempts under way.
+
+    Those are in the state of the lifecycle that it follows.
+    """
+    return snapshot.of(self, ("_lifecycle",))
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Goes on from a state; see `snapshot.restore` for errors."""
+    snapshot.restore(self, state, Ledger, without=("_lifecycle",))
 
   def note(
     self, event: event_log.Event, misplaced: lifecycle.Misplaced

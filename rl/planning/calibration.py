@@ -113,6 +113,11 @@ def read(path: pathlib.Path) -> CalibrationRun:
       raise ValueError(
         f"--calibrate={path}: {name} is missing; name the --workdir of a run"
       )
+    if segments.deleted(path / name):
+      raise ValueError(
+        f"--calibrate={path}: the beginning of {name} was deleted "
+        "(retention.log_bytes); name a run whose logs are whole"
+      )
   log = _log(path)
   ends = {e["version"]: e["end"] for e in event_log.of_kind(log, "update")}
   if not ends:

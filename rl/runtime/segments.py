@@ -1,13 +1,16 @@
 """Files of lines that grow as long as a run: segments, all but one compressed.
 
   events.jsonl                 the newest lines, appended to
-  events/000001.jsonl.gz       the oldest ones; zcat prints them
-  events/000002.jsonl          is about to be compressed
+  events/000003.jsonl          is about to be compressed
+  events/000002.jsonl.gz       older ones; zcat prints them
+  events/000001.deleted        up to this one they were deleted
 
 Once the file has a size it is renamed, begun anew, and compressed by a thread.
 A kill leaves every line in one place: a segment is removed when its compressed
 copy is on disk, and one without such a copy is read as it is. `lines` reads
-all of it, also while it is written.
+all of it, also while it is written. The oldest ones are deleted by `delete`
+alone, whose mark may hold what a reader needs to begin behind them; a segment
+that is gone without a mark is missing.
 """
 
 import contextlib
@@ -27,6 +30,7 @@ from rl.runtime import line_file
 
 MAX_BYTES = 64 << 20
 _NAME = re.compile(r"([0-9]{6,})\.jsonl(\.gz)?")
+_MARK = re.compile(r"([0-9]{6,})\.deleted")
 # Level 6 takes a third longer, and 5% less room.
 _LEVEL = 4
 
@@ -46,8 +50,9 @@ class SegmentedFile(line_file.LineFile):
   def __init__(self, path: pathlib.Path, max_bytes: int = MAX_BYTES):
     self._max_bytes = max_bytes
     self._compressing = threading.Lock()
-    self._number = max(_numbers(path), default=0) + 1
+    self._number = max(_numbers(path), default=deleted(path)) + 1
     super().__init__(path)
+    _clean(path)  # A kill came in the midst of `delete`.
     if any(file.suffix != ".gz" for file in closed(path)):
       self._compress_later()  # A kill came before.
 
@@ -103,8 +108,8 @@ def _compress(segment: pathlib.Path) -> None:
 
 
 def exists(path: pathlib.Path) -> bool:
-  """Returns whether a file, or a segment of it, is there."""
-  return path.is_file() or bool(closed(path))
+  """Returns whether a file, or a segment of it, is or was there."""
+  return path.is_file() or bool(closed(path)) or deleted(path) > 0
 
 
 def closed(path: pathlib.Path) -> list[pathlib.Path]:
@@ -112,29 +117,92 @@ def closed(path: pathlib.Path) -> list[pathlib.Path]:
   return [_existing(path, number) for number in _numbers(path)]
 
 
+def number_of(segment: pathlib.Path) -> int:
+  """Returns the number of a closed segment; they count from 1."""
+  return int(segment.name.partition(".")[0])
+
+
+def deleted(path: pathlib.Path) -> int:
+  """Returns the number of the last segment that `delete` took; 0 is none."""
+  return max(_matching(path, _MARK), default=0)
+
+
+def mark(path: pathlib.Path, number: int) -> pathlib.Path:
+  """Returns the file that stands for deleted segments up to a number."""
+  return path.with_suffix("") / f"{number:06}.deleted"
+
+
+def delete(path: pathlib.Path, number: int, state: str = "") -> None:
+  """Deletes the closed segments up to a number.
+
+  A kill leaves either all of them, or a mark with the state.
+
+  Args:
+    state: kept in the mark.
+
+  Raises:
+    OSError: the mark cannot be written, and nothing is deleted; or something
+      cannot be deleted, which is left out when read.
+  """
+  target = mark(path, number)
+  partial = target.with_name(f"{target.name}.partial")
+  try:
+    with partial.open("w", encoding="utf-8") as file:
+      file.write(state)
+      file.flush()
+      os.fsync(file.fileno())
+    partial.rename(target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+      os.fsync(folder)
+    finally:
+      os.close(folder)
+  finally:
+    partial.unlink(missing_ok=True)
+  _clean(path)
+
+
+def _clean(path: pathlib.Path) -> None:
+  """Removes what a mark stands for, and older marks."""
+  if not (last := deleted(path)):
+    return
+  for file in path.with_suffix("").iterdir():
+    found = re.match(r"([0-9]{6,})\.", file.name)
+    if found and int(found[1]) <= last and file != mark(path, last):
+      file.unlink(missing_ok=True)
+
+
 def num_bytes(path: pathlib.Path) -> int:
-  """Returns the bytes that a file and its segments take on disk."""
+  """Returns the bytes that a file, its segments and its mark take on disk."""
   sizes = 0
-  for file in (path, *closed(path)):
+  for file in (path, *closed(path), mark(path, deleted(path))):
     with contextlib.suppress(FileNotFoundError):  # Compressed meanwhile.
       sizes += file.stat().st_size
   return sizes
 
 
-def lines(path: pathlib.Path, newest: int | None = None) -> Iterator[str]:
+def lines(
+  path: pathlib.Path,
+  newest: int | None = None,
+  first: int = 1,
+  last: int | None = None,
+) -> Iterator[str]:
   """Yields the lines of a file and its segments, one in memory at a time.
 
   Args:
-    newest: only so many closed segments, and the file; None is all.
+    newest: only so many closed segments, and the file; None is all that were
+      not deleted.
+    first: number of the segment to begin with, if it was not deleted.
+    last: number of the closed segment to end with; None goes on to the file.
 
   Raises:
     Damaged: a segment is missing, or cannot be read to its end.
     FileNotFoundError: there is neither a file nor a segment.
   """
-  first = 1
+  first = max(first, deleted(path) + 1)
   if newest is not None:
-    first = max(1, max(_numbers(path), default=0) + 1 - newest)
-  for file in _opened(path, first):
+    first = max(first, max(_numbers(path), default=0) + 1 - newest)
+  for file in _opened(path, first, last):
     name = f"{path.stem}/{pathlib.Path(file.name).name}"
     with file:
       # gzip takes an empty file for nothing, and no segment is.
@@ -148,9 +216,16 @@ def lines(path: pathlib.Path, newest: int | None = None) -> Iterator[str]:
         ) from error
 
 
-def _opened(path: pathlib.Path, number: int) -> Iterator[TextIO]:
-  """Yields the segments from a number on, and then the file, opened."""
-  while True:
+def _opened(
+  path: pathlib.Path, first: int, end: int | None
+) -> Iterator[TextIO]:
+  """Yields the segments from a number on, and then the file, opened.
+
+  Args:
+    end: number of the last; None goes on to the file.
+  """
+  number = first
+  while end is None or number <= end:
     # The file before the segment: if it is renamed in between, it is that.
     last = _open(path)
     segment = _open_segment(path, number)
@@ -203,9 +278,15 @@ def _open(path: pathlib.Path) -> TextIO | None:
 
 
 def _numbers(path: pathlib.Path) -> list[int]:
+  """Returns the numbers of the closed segments, those deleted left out."""
+  gone = deleted(path)
+  return sorted(n for n in _matching(path, _NAME) if n > gone)
+
+
+def _matching(path: pathlib.Path, name: re.Pattern[str]) -> set[int]:
   folder = path.with_suffix("")
   names = os.listdir(folder) if folder.is_dir() else []
-  return sorted({int(m[1]) for name in names if (m := _NAME.fullmatch(name))})
+  return {int(m[1]) for each in names if (m := name.fullmatch(each))}
 
 
 def _segment(path: pathlib.Path, number: int) -> pathlib.Path:

@@ -4,6 +4,7 @@ Broken logs are in the tests of the files that hold the invariants.
 """
 
 import gc
+import json
 import types
 
 import pytest
@@ -45,6 +46,38 @@ def test_a_ledger_beside_a_checker_is_that_of_the_log(name, broken):
   alone = checker_lib.violations(log, logs.SCHEDULES[name], logs.GROUP_SIZE)
   assert checker.finish() == alone
   assert bool(alone) == broken
+
+
+@pytest.mark.parametrize("name", logs.SCHEDULES)
+@pytest.mark.parametrize("broken", [False, True], ids=["whole", "broken"])
+def test_a_checker_goes_on_from_the_state_of_another(name, broken):
+  log = logs.run(logs.SCHEDULES[name], rounds=3)
+  if broken:  # Found in the second half, of what began in the first.
+    log = logs.change(log, "trained", at=-1, masked=3)
+    log.insert(len(log) // 2, log[len(log) // 2 - 1])
+  checker, ledger = _checked(name, log)
+  violations = checker.finish()
+  assert bool(violations) == broken
+  for cut in range(5, len(log), 23):
+    before, _ = _checked(name, log[:cut])
+    state = json.loads(json.dumps(before.to_host()))
+    after, counted = _checked(name, log[cut:], state)
+    assert after.finish() == violations
+    assert counted.by_source() == ledger.by_source()
+    assert counted.selection_bias() == ledger.selection_bias()
+
+
+def _checked(name, log, state=None):
+  """Returns a checker that has observed a log, and the ledger beside it."""
+  ledger = token_ledger.LedgerBuilder()
+  checker = checker_lib.Checker(
+    logs.SCHEDULES[name], logs.GROUP_SIZE, ledger=ledger
+  )
+  if state is not None:
+    checker.restore(state)
+  for event in log:
+    checker.observe(event)
+  return checker, ledger
 
 
 def test_a_dropped_attempt_is_followed_by_another():
