@@ -156,7 +156,10 @@ class _Run(progress_lib.RunObserver):
     self._evaluated = -1
     self._meter = trace.Meter()
     self._warnings = round_warnings.RoundWarnings(
-      run_dir, experiment.max_skipped, experiment.resolved_bounds
+      run_dir,
+      experiment.max_skipped,
+      experiment.resolved_bounds,
+      experiment.overlap.max_staleness,
     )
 
   async def train(self) -> int:
@@ -422,6 +425,10 @@ class _Run(progress_lib.RunObserver):
         self._dir, self._experiment.retention.episodes
       )
     self._flush()
+
+  def held(self) -> str:
+    """Returns why publishing is held back, if a metric left its bound."""
+    return self._warnings.held
 
   def _flush(self) -> None:
     self._parts.log.flush()

@@ -43,6 +43,7 @@ class RoundWarnings:
 
   Attributes:
     hopeless: the reason to end the run, or "".
+    held: the reason not to publish the weights of later rounds, or "".
   """
 
   def __init__(
@@ -50,19 +51,24 @@ class RoundWarnings:
     run_dir: pathlib.Path,
     max_in_a_row: int,
     bounds: metric_bounds.MetricBounds,
+    max_staleness: int,
   ):
     """Starts before the first round.
 
     Args:
       run_dir: as the user typed it.
       max_in_a_row: rounds in a row that may train nothing because of faults.
+      max_staleness: of the schedule; so many rounds can be trained while
+        nothing is published.
     """
     self._monitor = metric_bounds.Monitor(bounds)
     self._run_dir = run_dir
     self._max_in_a_row = max_in_a_row
     self._in_a_row = 0
     self._was_empty = self._was_flat = False
-    self.hopeless = ""
+    self._max_staleness = max_staleness
+    self._rounds_held = 0
+    self.hopeless = self.held = ""
 
   def after(
     self, metrics: Mapping[str, float], groups: Sequence[trajectory.Group]
@@ -116,7 +122,27 @@ class RoundWarnings:
         )
       else:
         lines.append(str(crossing))
-    return lines
+    return lines + self._hold(int(metrics["round"]))
+
+  def _hold(self, number: int) -> list[str]:
+    """Says whether publishing is held back; returns a line when that ends."""
+    held = next(
+      (x for x in self._monitor.lasting.values() if x.bound.then == "pause"),
+      None,
+    )
+    was_held, self.held = self.held, str(held or "")
+    # The weights of the round that crossed it are on their way.
+    self._rounds_held = self._rounds_held + 1 if was_held and held else 0
+    if held and self._rounds_held > self._max_staleness:
+      self.hopeless = (
+        f"{held}. It has not come back in {self._rounds_held} rounds, and "
+        f"overlap.max_staleness={self._max_staleness} lets no more be trained "
+        "without new weights. docs/metrics.md tells what it means; bounds."
+        f"{held.name} sets the limit, and what follows"
+      )
+    if was_held and not held:
+      return [f"round {number}: the metric is back; publishing goes on"]
+    return []
 
   def _skipped(self, metrics: Mapping[str, float]) -> list[str]:
     if not metrics.get("skipped_updates"):

@@ -30,6 +30,8 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   decode_resumed  version, engine         without a switch, if that failed
   published      version                  every engine serves it; `restarted`
                  when a restart serves it from its start
+  publishing_held  version, reason        later weights are not published
+  publishing_resumed  version             all of them are, the newest
   engine_pool    engine, pool, hardware   where sources have a preference,
   preference     source, wanted           "" for those that none names
   engine_lost    engine, reason
@@ -106,6 +108,8 @@ OF_PUBLISH = ("publish_start", "staged", *OF_SWITCH, "published")
 
 KINDS = OF_ATTEMPT | {
   "update",
+  "publishing_held",
+  "publishing_resumed",
   *OF_PUBLISH,
   "engine_pool",
   "preference",
@@ -122,7 +126,13 @@ KINDS = OF_ATTEMPT | {
   "resumed",
 }
 
-_OF_LEARNER = ("dequeued", "trained", "update")
+_OF_LEARNER = (
+  "dequeued",
+  "trained",
+  "update",
+  "publishing_held",
+  "publishing_resumed",
+)
 _OF_DROP = ("dropped", "source_too_slow")
 _BACK = ("engine_back", "engine_joined")
 
@@ -416,6 +426,7 @@ class Survivors:
     self._num_known = 0  # Restarts before the floor was set.
     self._stretches = [_Stretch()]
     self._number = self._begun = self._served = 0
+    self._is_held = False
     self._engines = _Engines()
 
   def note(self, event: Event) -> None:
@@ -442,6 +453,8 @@ class Survivors:
           self._begun = event["version"]
         case "published":
           self._served = event["version"]
+        case "publishing_held" | "publishing_resumed":
+          self._is_held = kind == "publishing_held"
       self._engines.note(event)
       yield event
 
@@ -449,11 +462,15 @@ class Survivors:
     self._number += 1
     version = min(one.rounds for one in self._stretches[self._number :])
     at = {"t": event["t"], "version": version}
+    if self._is_held:
+      self._is_held = False
+      yield {**at, "kind": "publishing_resumed", "version": version - 1}
     if self._served < version == event["trained"]:
-      # Cut off before it was published, and served from the start.
-      if self._begun < version:
-        yield {**at, "kind": "publish_start"}
-      yield {**at, "kind": "published", "restarted": True}
+      # Cut off or held back before it was published, and served from the start.
+      for each in range(self._served + 1, version + 1):
+        if self._begun < each:
+          yield {**at, "kind": "publish_start", "version": each}
+        yield {**at, "kind": "published", "version": each, "restarted": True}
       self._begun = self._served = version
     yield from (at | one for one in self._engines.restart())
 
@@ -479,6 +496,7 @@ class Survivors:
       "stretches": [snapshot.of(stretch) for stretch in self._stretches],
       "begun": self._begun,
       "served": self._served,
+      "is_held": self._is_held,
       "engines": snapshot.of(self._engines),
     }
 
@@ -491,6 +509,7 @@ class Survivors:
     self._number = len(self._stretches) - 1
     self.floor, self._num_known = state["floor"], state["num_known"]
     self._begun, self._served = state["begun"], state["served"]
+    self._is_held = state["is_held"]
     snapshot.restore(self._engines, state["engines"])
 
 

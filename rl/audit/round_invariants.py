@@ -66,6 +66,36 @@ class Publishes(invariant.Invariant):
     self._last, self._open = version, None
 
 
+class HeldPublishes(invariant.Invariant):
+  """Weights of rounds after the one that held publishing back are not sent.
+
+  Those of that round itself are on their way.
+  """
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self._is_held = False
+    self._held_at = self._last = 0
+
+  def _on_update(self, event: event_log.Event) -> None:
+    self._last = event["version"]
+
+  def _on_publishing_held(self, event: event_log.Event) -> None:
+    round_, is_held = event["version"], event["kind"] == "publishing_held"
+    if self._is_held == is_held:
+      was = "was already" if is_held else "was not"
+      self.report(f"{event['kind']} in round {round_}, but it {was} held back")
+    if round_ != self._last:
+      self.report(f"{event['kind']} in round {round_} came after {self._last}")
+    self._is_held, self._held_at = is_held, round_
+
+  _on_publishing_resumed = _on_publishing_held
+
+  def _on_publish_start(self, event: event_log.Event) -> None:
+    if self._is_held and event["version"] > self._held_at + 1:
+      self.report(f"publishing {event['version']} began while it was held back")
+
+
 class PublishedVersions(invariant.Invariant):
   """Only published versions sample tokens, or are those of an admission.
 
@@ -210,6 +240,7 @@ INVARIANTS = (
   KnownWords,
   TimeRises,
   Publishes,
+  HeldPublishes,
   PublishedVersions,
   Rounds,
   TrainingApart,

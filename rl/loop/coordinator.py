@@ -6,7 +6,8 @@
     _update        _microbatch -> Trainer.accumulate*, Trainer.update,
                    Producer.commit
       _microbatch  waits in _ready; Producer.fitting -> Producer.take
-    _publish       waits in _published for the version before
+    _publish       waits in _published for the version before; not while
+                   RunObserver.held says so, see _hold
       _ship        waits for Publisher.publish and RunObserver.on_published;
                    then Producer.release unblocks the gate
     RunObserver.on_round, RunObserver.on_boundary
@@ -152,6 +153,7 @@ class Coordinator:
       log=log,
     )
     self._publishing: asyncio.Task[None] | None = None
+    self._is_held = False
     self._stall_s = 0.0
     self._stopping = False
     self._events: list[event_log.Event] = []
@@ -165,7 +167,7 @@ class Coordinator:
       Stopped: `stop` was called; the observer has got the last boundary.
       watchdog_lib.Stalled: something waited longer than `progress_timeout_s`.
     """
-    self._trained = progress.trained
+    self._trained = self._shipped = progress.trained
     self._trainer.restore(progress.state)
     if progress.next_group:
       self._log.emit(
@@ -206,6 +208,8 @@ class Coordinator:
         if self._stopping:
           raise Stopped
         await self._round()
+      if self._is_held:  # The last weights are those of the run.
+        await self._go_on()
       await self._published()
       return self._trainer.state
     except Stopped:
@@ -248,7 +252,8 @@ class Coordinator:
     self._trained += 1
     interval = self._interval()
     self._producer.advance(self._trained)
-    await self._publish()
+    if not self._is_held:
+      await self._publish()
     metrics = await self._describe(this, interval)
     await self._observer.on_round(
       progress_lib.TrainedRound(
@@ -259,6 +264,7 @@ class Coordinator:
         gap=self._trainer.gap,
       )
     )
+    await self._hold()
     every = self._settings.settle_every
     if every and self._trained % every == 0:
       await self._published()
@@ -368,8 +374,9 @@ class Coordinator:
   async def _publish(self) -> None:
     """Ships the current weights, after the version before."""
     await self._published()
-    version = self._trained
-    work = self._ship(version, self._trainer.params)
+    versions = range(self._shipped + 1, self._trained + 1)
+    self._shipped = self._trained
+    work = self._ship(versions, self._trainer.params)
     if self._schedule.publishes_behind_training:
       self._publishing = self._background.create_task(work, name="publisher")
     else:
@@ -387,18 +394,39 @@ class Coordinator:
         await self._publishing
       self._publishing = None
 
-  async def _ship(self, version: int, params: Any) -> None:
-    self._stall_s = await self._guarded(
-      self._publisher.publish(version, params, self._schedule.on_publish),
-      f"the engines to take version {version}",
-    )
-    # Before the gate opens, so that no new group shares the cache with it.
-    await self._guarded(
-      self._observer.on_published(version),
-      f"the evaluation of version {version}",
-      renew_on_heartbeat=True,
-    )
-    self._producer.release(version)
+  async def _hold(self) -> None:
+    """Holds publishing back, or lets it go on, as the observer says."""
+    reason = self._observer.held()
+    if self._is_held and not reason:
+      await self._go_on()
+    elif reason and not self._is_held:
+      self._is_held = True
+      version = self._trained - 1
+      self._log.emit("publishing_held", version=version, reason=reason)
+
+  async def _go_on(self) -> None:
+    self._is_held = False
+    self._log.emit("publishing_resumed", version=self._trained - 1)
+    await self._publish()
+
+  async def _ship(self, versions: Sequence[int], params: Any) -> None:
+    """Publishes a version, after those before it that were held back.
+
+    They get the same weights, which move once; a version says how many rounds a
+    token lags at most.
+    """
+    for version in versions:
+      self._stall_s = await self._guarded(
+        self._publisher.publish(version, params, self._schedule.on_publish),
+        f"the engines to take version {version}",
+      )
+      # Before the gate opens, so that no new group shares the cache with it.
+      await self._guarded(
+        self._observer.on_published(version),
+        f"the evaluation of version {version}",
+        renew_on_heartbeat=True,
+      )
+      self._producer.release(version)
 
   async def _guarded(
     self, work: Any, what: str, *, renew_on_heartbeat: bool = False

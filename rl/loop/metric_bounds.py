@@ -13,7 +13,7 @@ from typing import Literal
 
 from rl.settings import checks
 
-Then = Literal["warn", "stop"]
+Then = Literal["warn", "pause", "stop"]
 
 _MEDIAN_OF = 50
 """Rounds whose median a gradient norm is compared with."""
@@ -27,7 +27,10 @@ class Bound:
     limit: the last value that is fine; None, for `logprob_gap` alone, follows
       from the run; see `MetricBounds.resolved`.
     rounds: in a row beyond the limit that are too many.
-    then: "warn", or "stop": that round is saved, and the run ends.
+    then: "warn"; "stop": that round is saved, and the run ends; or "pause": the
+      weights of later rounds are not published until the metric is back, and
+      then with the newest. Once the bound on staleness lets nothing more be
+      trained, the run stops.
   """
 
   limit: float | None = None
@@ -146,14 +149,19 @@ class Crossing:
     """Returns a sentence."""
     side = "below" if self.is_floor else "above"
     span = f", for {self.bound.rounds} rounds" if self.bound.rounds > 1 else ""
+    pause = "; no later weights are published until it is back"
     return (
       f"round {self.round}: {self.metric} is {self.value:.3g}, {side} "
-      f"{self.limit:.3g}{span}"
+      f"{self.limit:.3g}{span}{pause * (self.bound.then == 'pause')}"
     )
 
 
 class Monitor:
-  """Compares the metrics of each round with their bounds; owns no clock."""
+  """Compares the metrics of each round with their bounds; owns no clock.
+
+  Attributes:
+    lasting: crossings whose metric is not back yet, by field.
+  """
 
   def __init__(self, bounds: MetricBounds):
     """Starts before the first round; every bound has its limit."""
@@ -163,6 +171,7 @@ class Monitor:
       if (bound := getattr(bounds, field.name)) is not None
     }
     self._beyond = collections.Counter[str]()
+    self.lasting: dict[str, Crossing] = {}
     self._norms = collections.deque[float](maxlen=_MEDIAN_OF)
 
   def after(self, metrics: Mapping[str, float | None]) -> list[Crossing]:
@@ -182,6 +191,8 @@ class Monitor:
       limit, is_floor = self._limit(name, bound), name in _FLOORS
       is_beyond = value < limit if is_floor else value > limit
       self._beyond[name] = self._beyond[name] + 1 if is_beyond else 0
+      if not is_beyond:
+        self.lasting.pop(name, None)
       if self._beyond[name] == bound.rounds:
         crossing = Crossing(
           name=name,
@@ -193,6 +204,7 @@ class Monitor:
           bound=bound,
         )
         crossings.append(crossing)
+        self.lasting[name] = crossing
     if norm := metrics.get("grad_norm"):
       self._norms.append(norm)
     return crossings

@@ -125,6 +125,15 @@ class RunObserver:
   async def on_round(self, trained: TrainedRound) -> None:
     """Called when a round was trained and its weights are published."""
 
+  def held(self) -> str:
+    """Returns why the weights of later rounds are not to be published.
+
+    Asked after `on_round`; "" publishes, also those held back before. As soon
+    as a round more would break the bound on staleness, the observer should end
+    the run: nothing else can be trained.
+    """
+    return ""
+
   async def on_published(self, version: int) -> None:
     """Called when every engine serves `version`; nothing else is published."""
 

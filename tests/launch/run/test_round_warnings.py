@@ -14,6 +14,7 @@ STATUS = trajectory.Status
 BOUNDS = metric_bounds.MetricBounds(
   logprob_gap=metric_bounds.Bound(limit=0.1, rounds=2, then="stop"),
   entropy=metric_bounds.Bound(limit=0.5, rounds=1),
+  kl=metric_bounds.Bound(limit=1.0, rounds=2, then="pause"),
 )
 
 
@@ -48,7 +49,7 @@ def _metrics(number, **changes):
 
 @pytest.fixture
 def warnings(tmp_path):
-  return round_warnings.RoundWarnings(tmp_path / "run", 2, BOUNDS)
+  return round_warnings.RoundWarnings(tmp_path / "run", 2, BOUNDS, 1)
 
 
 def test_an_evaluation_of_faults_alone_names_the_most_frequent():
@@ -93,6 +94,36 @@ def test_one_that_stays_beyond_a_bound_that_stops_is_hopeless(warnings):
   assert "bounds.logprob_gap" in warnings.hopeless
 
 
+def _after(warnings, *values):
+  """Returns the lines after rounds with these values of `kl`."""
+  lines = []
+  for number, value in enumerate(values, 1):
+    metrics = _metrics(number, trained_tokens=8.0, kl=value)
+    lines += warnings.after(metrics, [_group(OK)])
+  return lines
+
+
+def test_one_that_pauses_holds_publishing_until_it_is_back(warnings):
+  (line,) = _after(warnings, 2.0, 2.0)
+  assert "round 2: kl is 2, above 1, for 2 rounds; no later weights" in line
+  assert warnings.held in line
+  # One round more is what a staleness of 1 allows.
+  assert _after(warnings, 2.0) == []
+  assert (bool(warnings.held), warnings.hopeless) == (True, "")
+  assert _after(warnings, 0.5) == [
+    "round 1: the metric is back; publishing goes on"
+  ]
+  assert (warnings.held, warnings.hopeless) == ("", "")
+
+
+def test_one_that_pauses_ends_the_run_when_the_bound_is_used_up(warnings):
+  _after(warnings, 2.0, 2.0, 2.0)
+  assert not warnings.hopeless
+  _after(warnings, 2.0)
+  assert "has not come back in 2 rounds" in warnings.hopeless
+  assert "overlap.max_staleness=1 lets no more" in warnings.hopeless
+
+
 def test_a_few_such_rounds_in_a_row_are_hopeless(warnings):
   for number in (1, 2):
     assert warnings.after(_metrics(number), [_group(NAN)])
@@ -130,7 +161,7 @@ def test_each_skipped_update_has_the_command_that_looks_into_it(
     path = run_dir / "skipped" / name
     path.mkdir(parents=True)
     (path / "batches.npz").touch()
-  warnings = round_warnings.RoundWarnings(run_dir, 2, BOUNDS)
+  warnings = round_warnings.RoundWarnings(run_dir, 2, BOUNDS, 1)
   metrics = _metrics(3, skipped_updates=2.0, trained_tokens=8.0)
   lines = warnings.after(metrics, [_group(OK, OK)])
   assert [line.rpartition(" ")[2] for line in lines] == [

@@ -14,6 +14,7 @@ UNNOTICED = {
   ("dequeued", "length"): "ids of contexts are in no other event",
   ("aborted", "length"): "ids of contexts are in no other event",
   ("reward", "value"): "told once",
+  ("publishing_held", "reason"): "told once",
   ("submitted", "source"): "told once, unless an attempt follows another",
   ("moved", ""): "its session is heard of again only by its turns",
   ("moved", "session"): "one that is not trained may have moved",
@@ -165,7 +166,29 @@ def continued():
   return log
 
 
+def held():
+  """Publishing is held back after round 0, and goes on after round 2."""
+  run = logs.Run(logs.IN_FLIGHT, 4)
+  run.admit()
+  run.round()
+  run.emit("publishing_held", version=0, reason="a metric left its bound")
+  run.admit()
+  for index, groups in ((1, (2, 3)), (2, (4, 5))):
+    for group in groups:
+      run.finish(group)
+    run.version = index  # Of the learner; the engines serve 1.
+    run.train(groups)
+    run.version = 1
+  run.emit("publishing_resumed", version=2)
+  run.publish()
+  run.publish()
+  run.admit()
+  run.round()
+  return run.log
+
+
 LOGS = {
+  "held": (held(), logs.IN_FLIGHT),
   "routed": (routed(), logs.IN_FLIGHT),
   "joined": (joined(), logs.IN_FLIGHT),
   "slow": (slow(), logs.DROP),

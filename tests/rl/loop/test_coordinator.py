@@ -445,3 +445,70 @@ def test_the_log_probability_gap_is_reported_every_round():
   ).start()
   # The fake learner scores what the engine reported: a gap of exactly 0.
   assert [m["logprob_gap_max"] for m in run.observer.metrics] == [0.0] * 4
+
+
+# Publishing that is held back.
+
+
+class Holding(virtual_run.Observer):
+  """Holds publishing back after some rounds."""
+
+  def __init__(self, rounds):
+    super().__init__()
+    self.held_after = rounds
+
+  def held(self):
+    trained = self.metrics[-1]["round"]
+    return "a metric left its bound" if trained in self.held_after else ""
+
+
+@pytest.mark.parametrize("eta", [1, 2])
+def test_weights_that_are_held_back_are_published_once_it_goes_on(eta):
+  # Held after round 2, whose weights are on their way, and rounds 3 to 2 + eta
+  # train what was admitted by then; after the last of them it goes on.
+  held_after = range(2, 2 + eta)
+  run = virtual_run.Run(
+    overlap.in_flight(4, eta, 1), rounds=8, observer=Holding(held_after)
+  ).start()
+  kinds = run.kinds(
+    "update", "publishing_held", "publishing_resumed", "publish_start"
+  )
+  first = kinds.index(("publishing_held", 1))
+  last = kinds.index(("publishing_resumed", 1 + eta))
+  # The publish of round 2 may begin before or after.
+  between = [x for x in kinds[first + 1 : last] if x != ("publish_start", 2)]
+  assert between == [("update", 2 + i) for i in range(eta)]
+  assert len(run.observer.rounds) == 8
+  assert run.observer.published == [*range(1, 9)]
+  # Engines serve version 2 meanwhile.
+  assert {e["version"] for e in run.of("submitted")} >= {2, 2 + eta}
+  assert max(event_log.staleness(run.log.events)) == eta
+  assert run.violations() == []
+  assert run.ledger.error == 0
+
+
+def test_a_run_that_ends_while_publishing_is_held_back_serves_the_last():
+  run = virtual_run.Run(
+    overlap.in_flight(4, 1, 1), rounds=4, observer=Holding([3, 4])
+  ).start()
+  assert run.observer.published == [1, 2, 3, 4]
+  assert run.violations() == []
+
+
+def test_a_restart_publishes_what_was_held_back():
+  class Stopping(Holding):
+    async def on_round(self, trained):
+      await super().on_round(trained)
+      if trained.metrics["round"] == 4:
+        run.loop.stop()
+
+  schedule = overlap.in_flight(4, 2, 1)
+  run = virtual_run.Run(schedule, rounds=6, observer=Stopping([2, 3, 4]))
+  with pytest.raises(coordinator.Stopped):
+    run.start()
+  saved = run.observer.last
+  assert (saved.trained, run.observer.published) == (4, [1, 2])
+  rest = virtual_run.Run(schedule, rounds=6).start(saved)
+  assert rest.observer.published == [5, 6]
+  log = [*run.log.events, *map(later, rest.log.events)]
+  assert checker.violations(event_log.surviving(log), schedule, 2) == []
