@@ -7,7 +7,8 @@
   files   the directory of a run, damaged in each way of
           tests/helpers/damaged_runs.py: shown by the report, and claimed to go
           on
-  kills   trials of scripts/soak.py from the first on, as many as --trials
+  kills   trials of scripts/soak.py from the first on, as many as --trials, a
+          minute or more each; each is printed when it is over
   disks   runs on disks of a few sizes that fill up; takes bubblewrap
 
 Writes benchmarks/results/hostile.json, of which `scripts.make_docs` makes the
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from absl import app, flags
@@ -272,17 +273,28 @@ class _Late(BaseException):
 
 def kills() -> Iterator[Row]:
   """Yields the trials of each way to hurt a run, and those it survived."""
+  yield from _by_way(map(_trial, range(_TRIALS.value)))
+
+
+def _trial(number: int) -> str:
+  """Makes a trial; returns what it printed, which is shown as well."""
+  command = [sys.executable, "-m", "scripts.soak", f"--only={number}"]
+  done = subprocess.run(
+    command, cwd=commands.ROOT, stdout=subprocess.PIPE, text=True, check=False
+  )
+  print(done.stdout, end="", flush=True)
+  return done.stdout
+
+
+def _by_way(printed: Iterable[str]) -> Iterator[Row]:
+  """Yields a row for each way to hurt a run, from what trials have printed."""
   tried, survived = collections.Counter(), collections.Counter()
-  for number in range(_TRIALS.value):
-    command = [sys.executable, "-m", "scripts.soak", f"--only={number}"]
-    done = subprocess.run(
-      command, cwd=commands.ROOT, stdout=subprocess.PIPE, text=True, check=False
-    )
-    found = re.search(r"(\w+) +[\d.]+ s", done.stdout)
-    way = "repeatable" if "repeatable," in done.stdout else found and found[1]
-    way = f"{way}{', into its report' * ('into its report' in done.stdout)}"
+  for text in printed:
+    found = re.search(r"(\w+) +[\d.]+ s", text)
+    way = "repeatable" if "repeatable," in text else found and found[1]
+    way = f"{way}{', into its report' * ('into its report' in text)}"
     tried[way] += 1
-    survived[way] += done.returncode == 0
+    survived[way] += " survived, " in text
   for way, count in sorted(tried.items()):
     yield {"way": way, "tried": count, "survived": survived[way]}
 

@@ -2,8 +2,9 @@
 
   python -m scripts.soak [--minutes=10] [--seed=0] [--only=NUMBER]
 
-Each trial is a small run under a random schedule, with or without a warm start
-and with its engine here or in a process of its own. At a random moment it is
+Each trial is a small run under a random schedule, with or without a warm start,
+with its engine here or in a process of its own, some with the learner in two
+processes. At a random moment, at a publish or at a checkpoint it is
 
   killed, terminated   and the same command is given again
   stopped              for some seconds, as a machine that sleeps
@@ -13,11 +14,12 @@ and with its engine here or in a process of its own. At a random moment it is
                        ahead and two back; a module that the trial puts before
                        all others does that, as setting a clock takes root
 
-or its engine's process is killed or stopped. Some are hurt while they write
-their report, after the last of a few rounds. Then the run must go on for three
-rounds, its metrics must have each round once, its log must keep all promises
-with a ledger error of 0, no output may be a traceback, and no process may be
-left. Logs are in many segments.
+or one or all of the processes of engine and learner are killed or stopped. Some
+are hurt while they write their report, after the last of a few rounds. Then the
+run must go on for three rounds, its metrics must have each round once, its log
+must keep all promises with a ledger error of 0, no output may be a traceback,
+and no process may be left. Logs are in many segments, of which the oldest are
+deleted. Deadlines grow with the load of the machine.
 
 Other trials kill a repeatable run, let it end, and compare its last checkpoint
 with that of one that was not killed: they must have the same bits.
@@ -43,7 +45,7 @@ from absl import app, flags
 
 from configs import guess_number_schedules
 from launch.report import log_check, run_files
-from tests.helpers import commands, processes
+from tests.helpers import commands, machine_speed, processes
 
 _MINUTES = flags.DEFINE_float("minutes", 10.0, "Time in which trials begin.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of all trials.")
@@ -52,8 +54,10 @@ _ONLY = flags.DEFINE_integer("only", None, "Number of the one trial to make.")
 _CONFIG = "configs/guess_number_schedules.py"
 _ROUNDS_MORE = 3
 _LATEST_S = 40.0
+_PUBLISH, _CHECKPOINT = ", at a publish", ", at a checkpoint"
+_PLACES = (" at any moment", _PUBLISH, _CHECKPOINT)
 _STOPPED_S = 8.0
-_END_S = 200.0
+_END_S = machine_speed.scaled(200.0)
 _REPORT_S = 3.0
 _DAY_S = 86400.0
 _REPEATABLE = 0.15
@@ -100,26 +104,37 @@ def trial(number: int) -> bool:
     return _repeat(number, rng.uniform(0.5, _LATEST_S))
   schedule = rng.choice(list(guess_number_schedules.SCHEDULES))
   is_remote, is_warm = rng.random() < 0.4, rng.random() < 0.4
-  way = rng.choice([*_WAYS, *(_WAYS_OF_WORKERS if is_remote else ())])
+  is_split = rng.random() < 0.2
+  has_workers = is_remote or is_split
+  way = rng.choice([*_WAYS, *(_WAYS_OF_WORKERS if has_workers else ())])
+  place = rng.choice(_PLACES)
   is_report = rng.random() < 0.15
   after_s = (
     rng.uniform(0, _REPORT_S) if is_report else rng.uniform(0.5, _LATEST_S)
   )
   title = (
     f"{number:4} {schedule:15} {'warm start' if is_warm else '':10} "
-    f"{'process' if is_remote else '':7} {way.__name__:15} {after_s:4.1f} s"
-    f"{' into its report' * is_report}"
+    f"{'process' if is_remote else '':7} {'split' if is_split else '':5} "
+    f"{way.__name__:15} {after_s:4.1f} s"
+    f"{' into its report' if is_report else place}"
   )
   settings = {
     name: value
     for name, value in commands.TINY.items()
     if not name.startswith("overlap.")
-  } | {"rounds": "100000", "retention.segment_bytes": "40000"}
+  } | {
+    "rounds": "100000",
+    "retention.segment_bytes": "40000",
+    "retention.log_bytes": "20000",
+  }
   if is_warm:
     del settings["warm_start"]
     settings["warm_start.steps"] = "30"
   if is_remote:
     settings["placement.decode_processes"] = "1"
+  if is_split:
+    settings["placement.learner.data"] = "2"
+    settings["placement.learner_processes"] = "2"
   workdir = pathlib.Path(tempfile.mkdtemp(prefix="soak_"))
   config = f"{_CONFIG}:{schedule}"
   command = commands.train(workdir, settings, config)
@@ -127,7 +142,7 @@ def trial(number: int) -> bool:
   hurt = commands.train(workdir, settings | few, config)
   try:
     with _clock():
-      _hurt(hurt, way, after_s, workdir if is_report else None)
+      _hurt(hurt, way, after_s, workdir, "" if is_report else place)
       _go_on(command, workdir)
   except Broken as error:
     _tell(title, number, error, workdir)
@@ -195,28 +210,50 @@ def _hurt(
   command: list[str],
   way: Callable[[subprocess.Popen[str]], bool],
   after_s: float,
-  reporting: pathlib.Path | None,
+  workdir: pathlib.Path,
+  place: str,
 ) -> None:
   """Starts a run, hurts it and waits until it has ended.
 
   Args:
-    reporting: its directory; the time counts from its last round.
+    place: one of `_PLACES`, which comes after the time; "" is the report, and
+      then the time counts from the last round.
   """
   with _begun(command) as process:
     seen: set[int] = set()
-    if reporting is not None:
+    if not place:
       seen = _workers_until(
         process,
         time.monotonic() + _END_S,
-        lambda: processes.rounds(reporting) >= _ROUNDS_MORE,
+        lambda: processes.rounds(workdir) >= _ROUNDS_MORE,
       )
     seen |= _workers_until(process, time.monotonic() + after_s)
+    _wait_for(place, process, workdir)
     if process.poll() is None and not way(process):
       time.sleep(_STOPPED_S)  # It goes on, and is asked to end.
       process.terminate()
     output = _output(process)
   _check_output(output)
   _check_gone(seen)
+
+
+def _wait_for(
+  place: str, process: subprocess.Popen[str], workdir: pathlib.Path
+) -> None:
+  """Waits until a run publishes, or writes a checkpoint."""
+  if place not in (_PUBLISH, _CHECKPOINT):
+    return
+
+  def state() -> object:
+    if place == _CHECKPOINT:
+      return sorted((workdir / "checkpoints").glob("*"))
+    return processes.rounds(workdir)  # They are counted beside the publish.
+
+  before, end_s = state(), time.monotonic() + _END_S
+  while state() == before and process.poll() is None:
+    if time.monotonic() > end_s:
+      return
+    time.sleep(0.002)
 
 
 def _go_on(command: list[str], workdir: pathlib.Path) -> None:
@@ -336,15 +373,22 @@ def clock_jumped(process: subprocess.Popen[str]) -> bool:
   return False
 
 
-def engine_killed(process: subprocess.Popen[str]) -> bool:
-  """Kills the process of the engine, if that is up."""
+def workers_killed(process: subprocess.Popen[str]) -> bool:
+  """Kills the processes of engine and learner that are up."""
   for worker in processes.workers_of(process):
     os.kill(worker, signal.SIGKILL)
   return False
 
 
-def engine_stopped(process: subprocess.Popen[str]) -> bool:
-  """Lets no time pass for the engine, for some seconds."""
+def one_worker_killed(process: subprocess.Popen[str]) -> bool:
+  """Kills one process of engine or learner, the newest that is up."""
+  for worker in processes.workers_of(process)[-1:]:
+    os.kill(worker, signal.SIGKILL)
+  return False
+
+
+def workers_stopped(process: subprocess.Popen[str]) -> bool:
+  """Lets no time pass for engine and learner, for some seconds."""
   for worker in processes.workers_of(process):
     _stop(worker)
   return False
@@ -358,7 +402,7 @@ def _stop(pid: int) -> None:
 
 
 _WAYS = (killed, terminated, stopped, full, out_of_files, clock_jumped)
-_WAYS_OF_WORKERS = (engine_killed, engine_stopped)
+_WAYS_OF_WORKERS = (workers_killed, one_worker_killed, workers_stopped)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.helpers import machine_speed
+
 pytestmark = pytest.mark.process
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,7 +25,7 @@ def test_a_notebook_runs_from_top_to_bottom(path):
     env=environment,
     capture_output=True,
     text=True,
-    timeout=240,
+    timeout=machine_speed.scaled(240),
     stdin=subprocess.DEVNULL,
     check=False,
   )

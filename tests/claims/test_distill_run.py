@@ -16,7 +16,7 @@ from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
 from rl.schedule import overlap
 from rl.train import optimizers
-from tests.helpers import counting_runs
+from tests.helpers import counting_runs, machine_speed
 
 pytestmark = pytest.mark.compiled
 
@@ -75,7 +75,7 @@ def run(tree):
   async def all_of_it():
     watching, parts = Watching(), assemble.build(tree)
     try:
-      async with asyncio.timeout(300):
+      async with asyncio.timeout(machine_speed.scaled(300)):
         state = await initial_state.create(parts)
         await parts.start(state, 0)
         start = progress.beginning(state, parts.tasks.cursor)

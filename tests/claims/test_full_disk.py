@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import commands
+from tests.helpers import commands, machine_speed
 
 SETTINGS = commands.TINY | {"rounds": "40"}
 DISK_KB = 30_000
@@ -51,7 +51,7 @@ def test_a_run_on_a_full_disk_ends_with_the_reason_and_goes_on_with_room(
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
-    timeout=240,
+    timeout=machine_speed.scaled(240),
     check=False,
   )
   first, then = done.stdout.split("ended with 1\n")

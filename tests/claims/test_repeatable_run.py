@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rl.audit import event_log, token_ledger
-from tests.helpers import commands, processes
+from tests.helpers import commands, machine_speed, processes
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -40,7 +40,7 @@ def begin(workdir, hash_seed):
 
 def finish(process):
   """Waits for a run to end well."""
-  text, _ = process.communicate(timeout=240)
+  text, _ = process.communicate(timeout=machine_speed.scaled(240))
   assert process.returncode == 0, text
 
 

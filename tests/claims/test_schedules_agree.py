@@ -31,11 +31,12 @@ from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import learner, optimizers, train_state
+from tests.helpers import machine_speed
 
 pytestmark = pytest.mark.compiled
 
 R, GROUP, ROUNDS = 4, 4, 3
-DEADLINE_S = 300.0
+DEADLINE_S = machine_speed.scaled(300.0)
 SYNC = dataclasses.replace(overlap.sync(R), old_logprob="snapshot")
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from rl.audit import checker
 from rl.schedule import overlap, staleness_gate
-from tests.helpers import schedule_load, virtual_run
+from tests.helpers import machine_speed, schedule_load, virtual_run
 
-_DEADLINE_S = 900
+_DEADLINE_S = machine_speed.scaled(900)
 _ROOT = pathlib.Path(__file__).parents[2]
 
 

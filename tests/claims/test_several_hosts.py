@@ -14,6 +14,7 @@ import safetensors.numpy
 from models import config as config_lib
 from models import policy as policy_lib
 from models.hf import export
+from tests.helpers import machine_speed
 
 pytestmark = pytest.mark.process
 
@@ -68,7 +69,9 @@ def test_each_of_two_hosts_reads_its_part_and_the_first_one_exports(tmp_path):
     for process in range(2)
   ]
   try:
-    ends = [host.communicate(timeout=120) for host in hosts]
+    ends = [
+      host.communicate(timeout=machine_speed.scaled(120)) for host in hosts
+    ]
   finally:
     for host in hosts:
       host.kill()

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from envs import threads
+from tests.helpers import machine_speed
 
 # Threads that hang in these tests are daemons: they end with the process.
 FOREVER = threading.Event()
@@ -178,7 +179,7 @@ def test_a_process_with_a_hung_thread_exits_promptly():
     [sys.executable, "-c", program],
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=machine_speed.scaled(60),
     check=True,
   )
   assert done.stdout == "abandoned 1\n"

@@ -22,9 +22,10 @@ from rl.backends import (
   slurm,
   xm_experiment,
 )
+from tests.helpers import machine_speed
 
 TOKEN = "a token of the tests"
-DEADLINE_S = 120
+DEADLINE_S = machine_speed.scaled(120)
 SILENCE_S = 4.0
 
 

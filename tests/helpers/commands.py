@@ -15,9 +15,11 @@ from absl import flags as absl_flags
 from absl.testing import flagsaver
 
 from launch.cli import flags
+from tests.helpers import machine_speed
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "configs/guess_number_moe.py"
+_END_S = machine_speed.scaled(240)
 # One shape for all: its programs are compiled once and then found in the cache.
 TINY = {
   "rounds": "4",
@@ -75,7 +77,7 @@ def start(module, *arguments, **options) -> subprocess.Popen[str]:
   )
 
 
-def launch(module, *arguments, timeout=240) -> Result:
+def launch(module, *arguments, timeout=_END_S) -> Result:
   """Runs a command in a process of its own."""
   with start(module, *arguments, stderr=subprocess.PIPE) as process:
     try:

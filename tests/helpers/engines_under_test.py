@@ -23,7 +23,7 @@ from rl.engine.sglang.settings import SglangSettings
 from rl.pools import placement
 from rl.remote import engine_worker, remote_engine, weight_store, workers
 from rl.runtime import mesh_thread, trace
-from tests.helpers import slow_engine
+from tests.helpers import machine_speed, slow_engine
 
 CONFIG = config_lib.tiny_moe(
   vocab_size=24,
@@ -53,7 +53,7 @@ SETTINGS["remote_sglang"] = SETTINGS["sglang"]
 CLOSE = 1e-4
 LONG = 60
 SGLANG_PYTHON = ".venv-sglang/bin/python"
-_WAIT_S = 180
+_WAIT_S = machine_speed.scaled(180)
 
 
 def check_shape(done: contract.Completion, count: int) -> None:

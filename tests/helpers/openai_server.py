@@ -16,6 +16,7 @@ from launch.http import admission, http_server
 from models.chat import hf_chat, word_chat
 from rl.agents import sessions
 from rl.testing import scripted_engine
+from tests.helpers import machine_speed
 from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
@@ -82,7 +83,9 @@ class Server:
     """Returns a plain HTTP connection."""
     where = urllib.parse.urlsplit(self.address)
     assert where.hostname
-    link = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+    link = http.client.HTTPConnection(
+      where.hostname, where.port, timeout=machine_speed.scaled(20)
+    )
     return contextlib.closing(link)
 
   def send(self, method, path, body: Any = b"", **headers):

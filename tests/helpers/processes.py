@@ -6,8 +6,9 @@ import pathlib
 import time
 
 from rl.audit import event_log
+from tests.helpers import machine_speed
 
-DEADLINE_S = 200
+DEADLINE_S = machine_speed.scaled(200)
 
 
 def until(done, process):
@@ -49,8 +50,8 @@ def runs(pid) -> bool:
 
 
 def outliving(pids) -> list[int]:
-  """Returns those of some processes that still run after 10 s."""
-  deadline = time.monotonic() + 10
+  """Returns those of some processes that still run after 10 s, scaled."""
+  deadline = time.monotonic() + machine_speed.scaled(10)
   while left := [pid for pid in pids if runs(pid)]:
     if time.monotonic() > deadline:
       return left

@@ -16,7 +16,7 @@ from envs.rewards import code_reward, comparison, rewards
 from launch import reward_server
 from launch.http import access, http_server
 from tests.envs.offload import rewards_to_send
-from tests.helpers import commands
+from tests.helpers import commands, machine_speed
 
 pytestmark = pytest.mark.process
 
@@ -258,7 +258,7 @@ def test_the_command_serves_until_a_signal():
 
       value, counts = asyncio.run(scenario())
       process.send_signal(signal.SIGTERM)
-      _, errors = process.communicate(timeout=60)
+      _, errors = process.communicate(timeout=machine_speed.scaled(60))
     finally:
       process.kill()
   assert (value, counts["cold_starts"]) == (1.0, 1.0)

@@ -19,7 +19,7 @@ from models import config as model_config
 from models import policy as policy_lib
 from models.hf import export
 from rl.data import trajectory
-from tests.helpers import commands
+from tests.helpers import commands, machine_speed
 from tests.helpers.chat_messages import GOLDEN
 
 # The ids at which answers of the tokenizer's chat stop.
@@ -78,7 +78,7 @@ class Command:
     """Sends a signal; returns standard error after the end."""
     with contextlib.suppress(ProcessLookupError):
       self.process.send_signal(number)
-    _, self.err = self.process.communicate(timeout=60)
+    _, self.err = self.process.communicate(timeout=machine_speed.scaled(60))
     self.code = self.process.returncode
     return self.err
 

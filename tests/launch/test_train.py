@@ -18,7 +18,7 @@ from launch.report import log_check
 from launch.run import status_server
 from rl.audit import event_log
 from rl.runtime import segments
-from tests.helpers import commands
+from tests.helpers import commands, machine_speed
 from tests.helpers.commands import TINY
 
 SYNC = {
@@ -151,7 +151,7 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
   process = commands.start(*commands.train(tmp_path, settings))
   wait_for_rounds(tmp_path, 3, process)
   process.send_signal(signal.SIGTERM)
-  output, _ = process.communicate(timeout=60)
+  output, _ = process.communicate(timeout=machine_speed.scaled(60))
   assert process.returncode == 128 + signal.SIGTERM, output
   assert "saved after" in output
   python = pathlib.Path(sys.executable)
@@ -276,7 +276,7 @@ def test_a_resumed_run_stopped_before_a_round_keeps_its_checkpoint(
   assert process.stdout is not None
   assert any("going on after 4 rounds" in line for line in process.stdout)
   process.send_signal(signal.SIGINT)
-  rest, _ = process.communicate(timeout=60)
+  rest, _ = process.communicate(timeout=machine_speed.scaled(60))
   assert process.returncode == 128 + signal.SIGINT, rest
   assert "the checkpoint of round 4 stays" in rest
   assert "nothing to save" not in rest

@@ -14,6 +14,7 @@ from envs.offload import calls, process_pool
 from envs.rewards import rewards
 from launch.cli import flags
 from tests.envs.offload import rewards_to_send
+from tests.helpers import machine_speed
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +44,7 @@ async def value(pool, text):
 
 
 async def until(condition):
-  async with asyncio.timeout(30):
+  async with asyncio.timeout(machine_speed.scaled(30)):
     while not condition():
       await asyncio.sleep(0.01)
 

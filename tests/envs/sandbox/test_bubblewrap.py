@@ -19,7 +19,7 @@ import sys
 import pytest
 
 from envs.sandbox import bubblewrap, sandbox
-from tests.helpers import sandbox_escapes
+from tests.helpers import machine_speed, sandbox_escapes
 
 pytestmark = pytest.mark.process
 
@@ -239,7 +239,7 @@ def test_without_a_sandbox_the_secret_is_found(host, name, tmp_path):
 def test_a_caller_that_is_cancelled_leaves_no_process():
   async def look():
     run = asyncio.create_task(BOX.run("import time; time.sleep(60)"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(machine_speed.scaled(10)):
       while not (found := _processes()):
         await asyncio.sleep(0.02)
     run.cancel()
@@ -262,7 +262,7 @@ def test_a_caller_that_is_cancelled_at_any_time_leaves_no_process():
 
   async def cancel_many():
     # Together they start slowly, so that many are cancelled in the middle.
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(machine_speed.scaled(30)):
       await asyncio.gather(*(cancel(0.01 * n) for n in range(60)))
     return _processes()
 

@@ -15,6 +15,7 @@ from models.chat import byte_chat
 from rl.data import trajectory
 from rl.rollout import group_rollout
 from rl.testing import scripted_engine
+from tests.helpers import machine_speed
 from tests.helpers import players_under_test as players
 
 BOTH = self_play.TwoPlayer()
@@ -43,7 +44,7 @@ def both_play(source, first, second) -> Any:
 
   async def run() -> Any:
     sides = [play(source, task, answers) for answers in (first, second)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(machine_speed.scaled(30)):
       return await asyncio.gather(*sides, return_exceptions=True)
 
   return asyncio.run(run())

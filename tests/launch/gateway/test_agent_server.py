@@ -15,6 +15,7 @@ from launch.gateway import agent_server
 from rl.agents import agent_player
 from rl.data import trajectory
 from tests.helpers import agents_under_test as agents
+from tests.helpers import machine_speed
 from tests.helpers import players_under_test as players
 
 pytestmark = pytest.mark.process  # Its server listens on a port.
@@ -104,7 +105,9 @@ def test_a_conversation_that_cannot_fit_cuts_the_episode():
 def post(url, body):
   """Returns the status and the text of a reply, whatever is sent."""
   where = urllib.parse.urlsplit(url)
-  link = http.client.HTTPConnection(where.netloc, timeout=20)
+  link = http.client.HTTPConnection(
+    where.netloc, timeout=machine_speed.scaled(20)
+  )
   with contextlib.closing(link):
     link.request("POST", f"{where.path}/v1/chat/completions", body)
     reply = link.getresponse()

@@ -18,7 +18,7 @@ from rl.agents import answer_stream, sessions
 from rl.data import trajectory
 from rl.engine import contract
 from rl.testing import scripted_engine
-from tests.helpers import openai_server
+from tests.helpers import machine_speed, openai_server
 from tests.helpers.openai_server import (
   ADD,
   AGENT,
@@ -777,7 +777,7 @@ def test_a_session_that_cannot_be_recorded_stays_open(tmp_path):
 def test_more_answers_than_may_be_are_refused_and_may_be_tried_again():
   admitted = admission.Admission(max_answers=4)
   with openai_server.serve(WORDS, admitted=admitted, step_s=30.0) as server:
-    client = server.client(timeout=60.0)
+    client = server.client(timeout=machine_speed.scaled(60.0))
     asking = threading.Thread(target=server.ask, args=("go",), kwargs={"n": 3})
     asking.start()
     server.until(lambda: server.engine.stats().running == 3)

@@ -15,6 +15,7 @@ from starlette import responses
 
 from launch.http import connections, http_server
 from rl.settings import annotations
+from tests.helpers import machine_speed
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,9 @@ def test_a_certificate_serves_https(certified):
   def ask(address):
     assert address.startswith("https://127.0.0.1:")
     trusting = ssl.create_default_context(cafile=certified[0])
-    with urllib.request.urlopen(address, context=trusting, timeout=20) as got:
+    with urllib.request.urlopen(
+      address, context=trusting, timeout=machine_speed.scaled(20)
+    ) as got:
       return got.read()
 
   tls = http_server.read_tls(*certified)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from launch.run import signals
+from tests.helpers import machine_speed
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ asyncio.run(run())
     [sys.executable, "-c", program],
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=machine_speed.scaled(60),
     check=False,
   )
   assert ended.returncode == -signal.SIGTERM, ended.stderr

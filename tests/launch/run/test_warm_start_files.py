@@ -35,7 +35,7 @@ from rl.schedule import overlap
 from rl.settings import overrides
 from rl.testing import fakes
 from rl.train import optimizers
-from tests.helpers import commands
+from tests.helpers import commands, machine_speed
 
 # See test_checkpoint: orbax drops its other reads when one fails.
 pytestmark = [
@@ -416,7 +416,7 @@ def start(run_dir):
 
 
 def finish(process):
-  output, _ = process.communicate(timeout=240)
+  output, _ = process.communicate(timeout=machine_speed.scaled(240))
   return process.returncode, output
 
 

@@ -39,6 +39,7 @@ from rl.schedule import overlap
 from rl.settings import overrides
 from rl.testing import fakes
 from rl.train import optimizers
+from tests.helpers import machine_speed
 
 PRESETS = {kind.short_name: kind for kind in typing.get_args(presets.Named)}
 MODEL = model_config.tiny(
@@ -53,7 +54,7 @@ MODEL = model_config.tiny(
 )
 TEACHER = dataclasses.replace(MODEL, num_layers=2, d_model=32, d_ff=32)
 R, GROUP = 4, 4
-DEADLINE_S = 300.0
+DEADLINE_S = machine_speed.scaled(300.0)
 
 
 def experiment(**changes) -> experiment_lib.Experiment:

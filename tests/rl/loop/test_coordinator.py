@@ -507,6 +507,7 @@ def test_a_restart_publishes_what_was_held_back():
   with pytest.raises(coordinator.Stopped):
     run.start()
   saved = run.observer.last
+  assert saved
   assert (saved.trained, run.observer.published) == (4, [1, 2])
   rest = virtual_run.Run(schedule, rounds=6).start(saved)
   assert rest.observer.published == [5, 6]

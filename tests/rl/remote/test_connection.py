@@ -7,6 +7,7 @@ import pytest
 
 from rl.engine import contract
 from rl.remote import connection, wire
+from tests.helpers import machine_speed
 
 
 class Pipe:
@@ -44,7 +45,7 @@ def play(scenario, **serving):
     asking, served, socket = joined(**serving)
     runs = [asyncio.create_task(side.run()) for side in (asking, served)]
     try:
-      async with asyncio.timeout(20):
+      async with asyncio.timeout(machine_speed.scaled(20)):
         return await scenario(asking, served, socket)
     finally:
       await asking.close()

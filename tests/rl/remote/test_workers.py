@@ -8,6 +8,7 @@ import websockets
 from websockets.asyncio import client
 
 from rl.remote import connection, wire, workers
+from tests.helpers import machine_speed
 
 
 def play(scenario):
@@ -16,7 +17,7 @@ def play(scenario):
   async def whole():
     others = workers.Workers(None)
     try:
-      async with asyncio.timeout(60):
+      async with asyncio.timeout(machine_speed.scaled(60)):
         return await scenario(others, await others.listen())
     finally:
       await others.close()

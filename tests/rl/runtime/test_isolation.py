@@ -11,6 +11,7 @@ import pytest
 
 from envs import base
 from rl.runtime import isolation, virtual_clock
+from tests.helpers import machine_speed
 
 SAID = [base.Message("user", "on")]
 
@@ -120,7 +121,9 @@ except isolation.Fault as fault:
   print(fault)
 """
   command = [sys.executable, "-c", code]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  done = subprocess.run(
+    command, capture_output=True, text=True, timeout=machine_speed.scaled(120)
+  )
   assert (done.returncode, done.stderr) == (0, "")
   assert done.stdout == "step took over 0.01 s\n"
 

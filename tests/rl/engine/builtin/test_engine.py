@@ -12,7 +12,7 @@ import pytest
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.runtime import mesh_thread, trace
-from tests.helpers import engine_load, json_letters, tiny_engine
+from tests.helpers import engine_load, json_letters, machine_speed, tiny_engine
 
 pytestmark = pytest.mark.compiled
 
@@ -928,6 +928,6 @@ def test_an_update_after_which_nothing_can_be_launched_ends_the_engine(
     with pytest.raises(contract.EngineClosed, match="thread was closed"):
       await breakable.publish("recompute")
     with pytest.raises(contract.EngineClosed, match="thread was closed"):
-      await asyncio.wait_for(task, 10)
+      await asyncio.wait_for(task, machine_speed.scaled(10))
 
   breakable.run(scenario())
