@@ -1,5 +1,6 @@
 // One trajectory in full: its group, its task at other rounds, and its turns.
 
+import { legend, seriesColour } from "./chart.js";
 import { choice, el, format, options } from "./dom.js";
 import { parts } from "./roles.js";
 import { keyOf, kindOf } from "./trajectories.js";
@@ -13,18 +14,20 @@ const MEANINGS = {
   logprobs: "Stronger: less probable. ",
   advantages: "Green: better than its group, red: worse; where tokens have " +
     "none of their own, that of the member. ",
-  weights: "Green: more probable under the old policy than when it was " +
-    "sampled, red: less; a correction caps or masks this ratio. ",
-  versions: "One hue for each version. ",
+  weights: "exp(learner - engine) of its log-probabilities, the learner's " +
+    "under the policy that ratios are against. Green: above 1, red: below; a " +
+    "correction caps or masks this ratio. ",
+  versions: "",
   none: "",
 };
 
 // `open(key)` shows another trajectory.
 export function detailView(open) {
   let latest = null;
+  let wanted = "logprobs";
   const redraw = () => latest && draw(latest);
-  const [colour, colourLabel] = choice("Colour by",
-    { id: "colour", onchange: redraw });
+  const [colour, colourLabel] = choice("Colour by", { id: "colour",
+    onchange: () => { wanted = colour.value; redraw(); } });
   const box = (id) => el("input", { type: "checkbox", id, onchange: redraw });
   const mask = box("mask"), ids = box("ids");
   const bar = el("p", { class: "bar" }, colourLabel,
@@ -36,10 +39,6 @@ export function detailView(open) {
 
   function show(row, detail, all) {
     latest = { row, detail, all };
-    // Where old is the policy that sampled, all weights are 1.
-    const has = Object.keys(COLOURS).filter((name) => name !== "weights" ||
-      detail.turns.some((turn) => turn.old_logprobs));
-    options(colour, has, has.map((name) => COLOURS[name]));
     bar.hidden = false;
     redraw();
   }
@@ -53,9 +52,12 @@ export function detailView(open) {
   }
 
   function draw({ row, detail, all }) {
+    offer(colour, wanted, lackOf(row, detail));
     body.className = mask.checked ? "show-mask" : "";
     body.replaceChildren(...headOf(row, detail, all, open),
       el("p", {}, el("small", {}, legendOf(colour.value, mask.checked))),
+      ...(colour.value === "versions" ? [legend(versionsOf(detail).map(
+        (version) => [`version ${version}`, seriesColour(version)]))] : []),
       ...detail.turns.map((turn, i) => turnRow(turn, i, {
         row, detail, by: colour.value, isRaw: ids.checked })),
       ...restOf(detail));
@@ -67,6 +69,30 @@ export function detailView(open) {
     body.replaceChildren(el("p", { class: "broken" }, text));
   }
   return { node, show, renew, fail };
+}
+
+// Offers all colours, those that say nothing here with the reason.
+function offer(select, wanted, lack) {
+  const names = Object.keys(COLOURS);
+  options(select, names, names.map((name) =>
+    COLOURS[name] + (lack[name] ? ` (${lack[name]})` : "")));
+  for (const option of select.options)
+    option.disabled = option.value in lack;
+  select.value = wanted in lack ? names[0] : wanted;
+}
+
+function lackOf({ trained }, detail) {
+  const isScored = detail.turns.some((turn) => turn.old_logprobs);
+  return {
+    ...(isScored ? {} : { weights: trained === false ? "not trained"
+      : "not scored again by the learner" }),
+    ...(versionsOf(detail).length > 1 ? {} : { versions: "only one" }),
+  };
+}
+
+function versionsOf({ turns }) {
+  return [...new Set(turns.flatMap(({ versions }) => versions))]
+    .sort((a, b) => a - b);
 }
 
 function legendOf(by, isMask) {
@@ -228,7 +254,7 @@ function tint(by, { logprob, advantage, weight, version }) {
       return { "--hue": weight < 1 ? "var(--bad)" : "var(--good)",
         "--tint": percent(2 * Math.abs(Math.log(weight ?? 1))) };
     case "versions":
-      return { "--hue": `var(--series-${version % 8})`, "--tint": "30%" };
+      return { "--hue": seriesColour(version), "--tint": "30%" };
     default:
       return { "--tint": "0%" };
   }

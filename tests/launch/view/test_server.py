@@ -311,10 +311,10 @@ def test_the_mask_and_the_colours_of_tokens_are_told_apart(address, browser):
     "getComputedStyle(document.querySelector('.turn > div > .words .token'))"
   )
   colours = {}
-  for by in ("logprobs", "advantages", "versions", "none"):
+  for by in ("logprobs", "advantages", "none"):
     browser.choose("#colour", by)
     colours[by] = browser.do(f"{style}.backgroundColor")
-  assert len({*colours.values()}) == 4
+  assert len({*colours.values()}) == 3
   # Once the log is read.
   browser.wait("document.querySelectorAll('.turn.masked').length === 1")
   before = browser.do(f"{style}.opacity")
@@ -331,12 +331,44 @@ def test_weights_are_offered_where_tokens_were_scored_again(tmp_path, browser):
   viewed_runs.write_round(path, 1, rows)
   with shown(tmp_path, browser) as address:
     browser.open(f"{address}/#run?name=a&trajectory=1/0/1")
-    browser.wait("document.querySelector('#colour [value=weights]') !== null")
+    weights = "document.querySelector('#colour [value=weights]')"
+    browser.wait(f"{weights}?.disabled === false")
     browser.choose("#colour", "weights")
     tips = browser.values(".turn > div > .words .token", "data-tip")
     assert ["weight 2\n" in tip for tip in tips] == [True, False]
     browser.click("[data-key='1/0/0']")
-    browser.wait("document.querySelector('#colour [value=weights]') === null")
+    browser.wait(f"{weights}.disabled")
+    reason = "weight (not scored again by the learner)"
+    assert browser.do(f"{weights}.text") == reason
+    assert browser.do("document.querySelector('#colour').value") == "logprobs"
+    # The choice is kept for those that have weights.
+    browser.click("[data-key='1/0/1']")
+    browser.wait("document.querySelector('#colour').value === 'weights'")
+
+
+def test_versions_have_hues_where_a_trajectory_spans_several(tmp_path, browser):
+  path = viewed_runs.run(tmp_path / "a")
+  rows = [viewed_runs.trajectory(0, i) for i in range(2)]
+  rows[1]["turns"][0]["versions"] = [3, 4]
+  viewed_runs.write_round(path, 1, rows)
+  with shown(tmp_path, browser) as address:
+    browser.open(f"{address}/#run?name=a&trajectory=1/0/1")
+    versions = "document.querySelector('#colour [value=versions]')"
+    browser.wait(f"{versions}?.disabled === false")
+    browser.choose("#colour", "versions")
+    assert browser.text("#detail .legend").split("\n") == [
+      "version 3",
+      "version 4",
+    ]
+    old, new = browser.do(
+      "[...document.querySelectorAll('.turn > div > .words .token')]"
+      ".map((token) => getComputedStyle(token).backgroundColor)"
+    )
+    assert old != new
+    browser.click("[data-key='1/0/0']")
+    browser.wait(f"{versions}.disabled")
+    assert browser.do(f"{versions}.text") == "version (only one)"
+    assert browser.count("#detail .legend") == 0
 
 
 def test_roles_and_tool_calls_have_parts_of_their_own(tmp_path, browser):
