@@ -85,7 +85,7 @@ function lackOf({ trained }, detail) {
   const isScored = detail.turns.some((turn) => turn.old_logprobs);
   return {
     ...(isScored ? {} : { weights: trained === false ? "not trained"
-      : "not scored again by the learner" }),
+      : "not scored again" }),
     ...(versionsOf(detail).length > 1 ? {} : { versions: "only one" }),
   };
 }

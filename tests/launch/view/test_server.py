@@ -338,7 +338,7 @@ def test_weights_are_offered_where_tokens_were_scored_again(tmp_path, browser):
     assert ["weight 2\n" in tip for tip in tips] == [True, False]
     browser.click("[data-key='1/0/0']")
     browser.wait(f"{weights}.disabled")
-    reason = "weight (not scored again by the learner)"
+    reason = "weight (not scored again)"
     assert browser.do(f"{weights}.text") == reason
     assert browser.do("document.querySelector('#colour').value") == "logprobs"
     # The choice is kept for those that have weights.
