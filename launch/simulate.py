@@ -12,7 +12,7 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO
 
 from absl import app
@@ -52,7 +52,8 @@ def main() -> None:
       workdir.make_writable(directory, f"--timeline={directory}")
   try:
     with steps.Steps(sys.stderr) as shown:
-      told = _Progress(chosen.rounds, shown)
+      pause_s = 0.1 if shown.is_live else 5.0
+      told = Progress(chosen.rounds, shown.phase, pause_s)
       record = simulate.simulate(chosen, listener=told.note, keep_turns=False)
   except watchdog.Stalled as stalled:
     sys.exit(f"progress_timeout_s={chosen.progress_timeout_s:g}: {stalled}")
@@ -66,13 +67,19 @@ def main() -> None:
     sys.exit(f"the schedule broke {len(result.violations)} promises")
 
 
-class _Progress:
-  """Tells how far a simulation is; the event log calls `note`."""
+class Progress:
+  """Tells how far a simulation is; the event log calls `note`.
 
-  def __init__(self, rounds: int, shown: steps.Steps):
-    self._rounds, self._shown = rounds, shown
-    self._pause_s = 0.1 if shown.is_live else 5.0
-    self._due_s = time.monotonic() + self._pause_s
+  Args:
+    rounds: in all.
+    report: is told of the round, about every `pause_s` of real time.
+  """
+
+  def __init__(
+    self, rounds: int, report: Callable[[str], None], pause_s: float
+  ):
+    self._rounds, self._report, self._pause_s = rounds, report, pause_s
+    self._due_s = time.monotonic() + pause_s
     self._trained = self._episodes = self._tokens = 0
 
   def note(self, event: event_log.Event) -> None:
@@ -86,7 +93,7 @@ class _Progress:
     if time.monotonic() < self._due_s:
       return
     self._due_s = time.monotonic() + self._pause_s
-    self._shown.phase(
+    self._report(
       f"simulating round {self._trained}/{self._rounds}: {event['t']:,.0f} s, "
       f"{self._episodes:,} episodes, {self._tokens:,} tokens"
     )

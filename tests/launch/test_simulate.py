@@ -1,6 +1,5 @@
 """The command of the simulator: its table, its timeline, its errors."""
 
-import io
 import json
 
 import pytest
@@ -178,23 +177,19 @@ def test_the_cluster_of_3000_accelerators_is_one():
   assert sum(pool.engines for pool in chosen.cluster.pools) == 39
 
 
-def test_progress_is_printed_when_it_is_due(record):
-  stream = io.StringIO()
-  progress = simulate.ProgressLines(4, stream, every_s=0.0)
+@pytest.mark.parametrize("pause_s", [0.0, 1e6])
+def test_progress_is_told_when_it_is_due(record, pause_s):
+  told = []
+  progress = simulate.Progress(4, told.append, pause_s)
   for event in record.events:
     progress.note(event)
-  *_, last = stream.getvalue().splitlines()
+  if pause_s:
+    assert told == []
+    return
   sampled = simulation_result.measure(record).ledger.sampled
   # 4 rounds of 4 groups of 2.
-  assert last.endswith(f": 4 of 4 rounds, 32 episodes, {sampled:,} tokens")
-
-
-def test_progress_is_not_printed_before_it_is_due(record):
-  stream = io.StringIO()
-  progress = simulate.ProgressLines(4, stream, every_s=1e6)
-  for event in record.events:
-    progress.note(event)
-  assert stream.getvalue() == ""
+  assert told[-1].startswith("simulating round 4/4: ")
+  assert told[-1].endswith(f" s, 32 episodes, {sampled:,} tokens")
 
 
 def test_parts_of_a_cluster_are_overridden_by_their_path(config):

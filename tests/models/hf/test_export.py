@@ -82,7 +82,10 @@ def test_what_was_exported_is_loaded_bit_for_bit(dtype, changes, tmp_path):
 def test_files_are_filled_in_order_and_indexed(tmp_path):
   config = sizes(num_experts=0, dense_layers=(), num_layers=1)
   params = random_params(config)
-  export.export(tmp_path / "hf", params, config, max_file_bytes=1000)
+  told = []
+  export.export(
+    tmp_path / "hf", params, config, max_file_bytes=1000, report=told.append
+  )
   index = json.loads(
     (tmp_path / "hf" / "model.safetensors.index.json").read_text()
   )
@@ -97,6 +100,8 @@ def test_files_are_filled_in_order_and_indexed(tmp_path):
   # 2 of 16 * 8 and 8 outside; in the layer 2 norms of 8 and 2 of 4, 2 of
   # 8 * 16, 2 of 8 * 8 and 3 of 8 * 6: 264 + 552 = 816 floats.
   assert index["metadata"]["total_size"] == 816 * 4
+  # Embedding, head, norm, and 11 of the layer.
+  assert told == [f"writing the weights {i + 1}/14" for i in range(14)]
 
 
 def test_a_tensor_that_is_larger_than_a_file_may_be_has_its_own(tmp_path):

@@ -12,7 +12,13 @@ import safetensors.numpy
 from models import config as config_lib
 from models import layer_stack, sharding
 from models import policy as policy_lib
-from models.hf import export, load, safetensors_io, tokenizer_files
+from models.hf import (
+  export,
+  load,
+  parameter_names,
+  safetensors_io,
+  tokenizer_files,
+)
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
@@ -186,8 +192,13 @@ def test_a_stored_head_may_repeat_the_embedding_to_which_it_is_tied(tmp_path):
     lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}),
   )
   for layout in (None, sharding.Layout(mesh())):
-    loaded = load.load(tmp_path / "hf", TIED, layout)
+    told = []
+    loaded = load.load(tmp_path / "hf", TIED, layout, told.append)
     assert np.array_equal(loaded["embed"], params["embed"])
+    # The head is no parameter of its own.
+    total = len(jax.tree.leaves(parameter_names.entries(TIED)))
+    counts = [f"loading the weights {i + 1}/{total}" for i in range(total)]
+    assert told == [*counts, counts[-1]]
 
   def differ(tensors):
     tensors["lm_head.weight"][3, 5] += 1
