@@ -53,7 +53,7 @@ def main() -> None:
   try:
     with steps.Steps(sys.stderr) as shown:
       pause_s = 0.1 if shown.is_live else 5.0
-      told = Progress(chosen.rounds, shown.phase, pause_s)
+      told = SimulationProgress(chosen.rounds, shown.phase, pause_s)
       record = simulate.simulate(chosen, listener=told.note, keep_turns=False)
   except watchdog.Stalled as stalled:
     sys.exit(f"progress_timeout_s={chosen.progress_timeout_s:g}: {stalled}")
@@ -67,7 +67,7 @@ def main() -> None:
     sys.exit(f"the schedule broke {len(result.violations)} promises")
 
 
-class Progress:
+class SimulationProgress:
   """Tells how far a simulation is; the event log calls `note`.
 
   Args:

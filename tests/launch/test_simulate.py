@@ -180,7 +180,7 @@ def test_the_cluster_of_3000_accelerators_is_one():
 @pytest.mark.parametrize("pause_s", [0.0, 1e6])
 def test_progress_is_told_when_it_is_due(record, pause_s):
   told = []
-  progress = simulate.Progress(4, told.append, pause_s)
+  progress = simulate.SimulationProgress(4, told.append, pause_s)
   for event in record.events:
     progress.note(event)
   if pause_s:
