@@ -140,6 +140,7 @@ async def of_run(
   report: Callable[[str], None],
 ) -> AsyncIterator[ServedModel]:
   """Serves the newest checkpoint of a run; ends the process without one."""
+  report("loading the weights")
   async with load_run.restored(experiment, run_dir) as (parts, found):
     version = found.step
     await parts.start(found.state, version, report)

@@ -140,7 +140,8 @@ class Steps:
     """Returns "0:12", and the time left at the mean pace of the step."""
     (first, since_s), (done, total) = self._first, _count(self._text)
     passed_s = self._clock() - since_s
-    if done == first:
+    # The last piece of a step that tells of pieces as they begin takes time.
+    if done in (first, total):
       return duration(passed_s)
     left_s = passed_s / (done - first) * (total - done)
     return f"{duration(passed_s)}, left {duration(left_s)}"

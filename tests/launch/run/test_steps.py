@@ -80,6 +80,8 @@ def test_a_row_has_a_bar_and_the_time_left_at_the_pace_of_its_step(
   assert "━" in row
   assert row.rstrip().endswith("0:06, left 0:30")
   assert len(row.splitlines()) == 1
+  shown.phase("playing 40/40")
+  assert drawn(shown).rstrip().endswith(" 0:06")
 
 
 def test_a_step_without_a_count_has_the_time_that_it_has_taken(clock, terminal):
