@@ -1,14 +1,15 @@
-"""The task of the migration pages: sums, with points for digits alone.
+"""The task of the migration pages: sums, and a first digit is a start.
 
 python -m launch.train --config=configs/migrated_sums.py --workdir=DIR
 
-The settings are those of the scripts for TRL, Tunix and verl on the pages
-docs/migration. From random weights a run learns to answer in digits, hardly to
-add. configs/migrated_sums.py:MODEL starts from the Hugging Face checkpoint in
+The settings are those of the scripts for TRL, Tunix and verl in
+docs/migration. From random weights a run learns to begin with a digit, and not
+to add. configs/migrated_sums.py:MODEL starts from the Hugging Face checkpoint in
 the directory MODEL.
 
-Hardware: two CPU cores, or what MODEL needs. Duration: one to two minutes.
-Expected: `reward_mean` rises from 0.02 to about 0.2.
+Hardware: two CPU cores, or what MODEL needs. Duration: a minute of processor
+time, most of it for compiling. Expected: `reward_mean` rises from 0.003 to 0.19,
+with seed 0; from MODEL, not measured.
 """
 
 import pathlib

@@ -1,9 +1,11 @@
 """Every file of configs/ loads and holds what its name promises."""
 
+import ast
 import dataclasses
 import json
 import pathlib
 import re
+import types
 import typing
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from configs import (
   guess_number_moe,
   guess_number_schedules,
+  migrated_sums,
   tool_calculator_hf,
 )
 from launch.cli import config_file, flags
@@ -262,6 +265,39 @@ def test_rows_of_ones_own_take_the_place_of_those_of_the_file(tmp_path):
     ValueError, match=r"absent\.jsonl cannot be read: No such"
   ):
     flags.load(config, {"data": str(tmp_path / "absent.jsonl")})
+
+
+@pytest.mark.parametrize("peer", ["trl", "tunix", "verl"])
+@pytest.mark.parametrize(
+  ("answer", "reward"), [("5", 1.0), (" 5", 0.8), ("51", 0.2), ("", 0.0)]
+)
+def test_the_migration_scripts_grade_as_the_config_does(peer, answer, reward):
+  # Of a script whose library is not here, only the function is run.
+  path = _CONFIGS.parent / "docs" / "migration" / f"sums_{peer}.py"
+  functions = [
+    node
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef)
+  ]
+  names: dict[str, Any] = {"rollout": types.SimpleNamespace(seed=0)}
+  exec(compile(ast.Module(functions, []), str(path), "exec"), names)
+  if peer == "verl":
+    theirs = names["compute_score"]("sums", answer, "5")
+  else:
+    one = answer if peer == "tunix" else [{"content": answer}]
+    (theirs,) = names["grade"](prompts=[""], completions=[one], answer=["5"])
+  ours = migrated_sums.grade(answer, {"answer": "5"})
+  assert ours == theirs == pytest.approx(reward)
+
+
+@pytest.mark.slow
+def test_the_task_of_the_migration_pages_trains(tmp_path):
+  changes = {"rounds": "2", "model.num_layers": "1"}
+  config = "configs/migrated_sums.py"
+  result = commands.run(*commands.train(tmp_path, changes, config))
+  assert result.returncode == 0, result.stdout + result.stderr
+  rounds = (tmp_path / "metrics.jsonl").read_text().splitlines()
+  assert [json.loads(line)["groups"] for line in rounds] == [8, 8]
 
 
 def test_pairs_are_trained_by_dpo_and_chats_are_not():
