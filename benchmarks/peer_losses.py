@@ -104,7 +104,9 @@ def of_trl() -> dict[str, Any]:
     texts = ["a"] * len(answers)
     made = [[6]] * len(answers), answers, None, texts, None, {}, None, None
     one._generate = lambda prompts: made
-    found = one._generate_and_score_completions([{"prompt": "a"}] * len(answers))
+    found = one._generate_and_score_completions(
+      [{"prompt": "a"}] * len(answers)
+    )
     return found["advantages"]
 
   scaled = advantages()
@@ -271,7 +273,7 @@ def of_tunix() -> dict[str, Any]:
     def value(logprobs):
       scored = logprobs, jnp.zeros((*logprobs.shape, 2))
       with mock.patch.object(
-        common, "compute_per_token_logps", lambda *args, **_: scored
+        common, "compute_per_token_logps", return_value=scored
       ):
         return algo_core.grpo_loss_fn(
           nnx.Module(), example, setting, pad_id=0, eos_id=2

@@ -4,12 +4,12 @@ python -m launch.train --config=configs/migrated_sums.py --workdir=DIR
 
 The settings are those of the scripts for TRL, Tunix and verl in
 docs/migration. From random weights a run learns to begin with a digit, and not
-to add. configs/migrated_sums.py:MODEL starts from the Hugging Face checkpoint in
-the directory MODEL.
+to add. configs/migrated_sums.py:MODEL starts from the Hugging Face checkpoint
+in the directory MODEL.
 
 Hardware: two CPU cores, or what MODEL needs. Duration: a minute of processor
-time, most of it for compiling. Expected: `reward_mean` rises from 0.003 to 0.19,
-with seed 0; from MODEL, not measured.
+time, most of it for compiling. Expected: `reward_mean` rises from 0.00 to
+0.19, with seed 0; from MODEL, not measured.
 """
 
 import pathlib

@@ -21,12 +21,11 @@ from rl.algorithms import (
   kl,
   loss_aggregation,
   losses,
-  objective,
 )
 from tests.helpers import packed_rows, played_members
 
-_FILE = pathlib.Path(__file__).parents[2] / "benchmarks/results/peer_losses.json"
-_KEPT = json.loads(_FILE.read_text())
+_RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
+_KEPT = json.loads((_RESULTS / "peer_losses.json").read_text())
 _BATCH = {k: np.array(v) for k, v in _KEPT["batch"].items()}
 _TOKENS = loss_aggregation.TokenMean()
 _SEQUENCES = loss_aggregation.SequenceMean()
