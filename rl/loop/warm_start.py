@@ -205,7 +205,8 @@ async def _demonstrations(
   usable = [e for e in episodes if e.num_sampled and e.status.trainable]
   if not usable:
     raise RuntimeError(
-      f"no demonstration of {source.name} succeeded: {episodes[0].fault}"
+      f"no demonstration of {source.name} succeeded: {episodes[0].fault}; "
+      "launch.try_environment plays it without a model"
     )
   return usable
 
