@@ -274,7 +274,7 @@ def test_rows_of_ones_own_take_the_place_of_those_of_the_file(tmp_path):
 def test_the_migration_scripts_grade_as_the_config_does(peer, answer, reward):
   # Of a script whose library is not here, only the function is run.
   path = _CONFIGS.parent / "docs" / "migration" / f"sums_{peer}.py"
-  functions = [
+  functions: list[ast.stmt] = [
     node
     for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.FunctionDef)

@@ -95,7 +95,7 @@ _OURS: dict[str, dict[str, tuple[_Part, ...]]] = {
     "low_var_kl": (_clipped(_SEQUENCES), _kl("k3")),
   },
 }
-_REFUSED = {("tunix", "kl"): "k1"}
+_REFUSED: dict[tuple[str, str], kl.KlEstimator] = {("tunix", "kl"): "k1"}
 _ESTIMATORS: dict[str, dict[str, advantages.Estimator]] = {
   "trl": {"group": advantages.Grpo(eps=1e-4), "none": advantages.DrGrpo()},
   "verl": {
