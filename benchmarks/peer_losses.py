@@ -319,7 +319,7 @@ def main() -> None:
     "beta": _BETA,
     name: {"version": importlib.metadata.version(package), **run()},
   }
-  _RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+  _RESULTS.write_text(json.dumps(kept) + "\n")
 
 
 if __name__ == "__main__":
