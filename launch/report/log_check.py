@@ -373,14 +373,14 @@ def read(
   while True:
     before = segments.deleted(path)
     try:
-      return _read(path, Reader(schedule, group_size))
+      return _read(path, LogReader(schedule, group_size))
     except UnreadableLog:
       # The run has deleted another segment meanwhile.
       if segments.deleted(path) == before:
         raise
 
 
-def _read(path: pathlib.Path, reader: "Reader") -> Verdict:
+def _read(path: pathlib.Path, reader: "LogReader") -> Verdict:
   log = event_log.LogFile(path)
   try:
     survivors = reader.begin(path)
@@ -401,7 +401,7 @@ _GIVEN = ("_promised", "_bound", "_ledgers", "_checker")
 
 
 def _state(text: str, name: str) -> Any:
-  """Returns the state in the text of `Reader.to_host`; raises ValueError."""
+  """Returns the state in the text of `LogReader.to_host`; raises ValueError."""
   checksum, _, rest = text.partition("\n")
   if hashlib.sha256(rest.rstrip("\n").encode()).hexdigest() != checksum:
     raise ValueError("its checksum differs")
@@ -411,7 +411,7 @@ def _state(text: str, name: str) -> Any:
   return state
 
 
-class Reader:
+class LogReader:
   """Gives each event to the checker, the ledger and the counters.
 
   Call `begin`, then `observe` with each event that survives.

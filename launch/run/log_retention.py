@@ -1,6 +1,6 @@
 """Deletes the oldest segments of the logs of a run, once they are checked.
 
-  oldest segment --Reader--> state --> mark on disk --> the segment is deleted
+  oldest segment --LogReader--> state --> mark on disk --> the segment is deleted
 
 A restart may supersede what is behind its checkpoint, and an attempt that has
 begun. So a segment of events is deleted when all attempts in it are over, and a
@@ -119,7 +119,7 @@ class LogRetention:
     """Deletes the first segment, unless it may still be needed."""
     first = segments.number_of(segments.closed(self._log)[0])
     schedule, group_size = log_check.promised(self._log.parent)
-    reader = log_check.Reader(schedule, group_size)
+    reader = log_check.LogReader(schedule, group_size)
     try:
       survivors = reader.begin(self._log)
       recent = self._observe(first, reader, survivors)
@@ -139,7 +139,7 @@ class LogRetention:
   def _observe(
     self,
     first: int,
-    reader: log_check.Reader,
+    reader: log_check.LogReader,
     survivors: event_log.Survivors,
   ) -> set[int]:
     """Reads the first segment; returns the groups of its last events."""
@@ -175,7 +175,7 @@ class LogRetention:
         return number
     return 0
 
-  def _over_at(self, first: int, reader: log_check.Reader) -> int | None:
+  def _over_at(self, first: int, reader: log_check.LogReader) -> int | None:
     """Returns the rounds after which a restart leaves a segment as it is.
 
     None if an attempt that began in it is not over.
