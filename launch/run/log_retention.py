@@ -1,6 +1,6 @@
 """Deletes the oldest segments of the logs of a run, once they are checked.
 
-  oldest segment --LogReader--> state --> mark on disk --> the segment is deleted
+  oldest segment --LogReader--> state --> mark on disk --> it is deleted
 
 A restart may supersede what is behind its checkpoint, and an attempt that has
 begun. So a segment of events is deleted when all attempts in it are over, and a
