@@ -60,8 +60,12 @@ def look_beside(directory: pathlib.Path) -> None:
 
 def mark(directory: pathlib.Path) -> dict[str, KeptLines]:
   """Notes the lines of modules of a directory; returns all, by name."""
+  # Of thousands of modules few are named like a file here; paths cost more.
+  here = {path.stem for path in directory.glob("*")}
   for name, module in [*sys.modules.items()]:
-    if not hasattr(module, _BESIDE) and _lies_beside(name, module, directory):
+    if _first(name) not in here or hasattr(module, _BESIDE):
+      continue
+    if _lies_beside(name, module, directory):
       setattr(module, LINES, _read(_file(module)))
       setattr(module, _BESIDE, str(directory))
   return {
