@@ -14,6 +14,7 @@ from launch.cli import flags, known_programs, workdir
 from launch.run import load_run, steps
 from rl import experiment as experiment_lib
 from rl.rollout import evaluate, grading
+from twinmesh import error_codes
 
 _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True
@@ -62,7 +63,7 @@ async def _evaluate(
     try:
       await parts.player.graders.open()
     except grading.RewardUnreachable as error:
-      sys.exit(f"error: {error}")
+      error_codes.fail(error, status=1)
     await parts.start(found.state, found.step, report)
     settings = experiment.evaluation
     outcome, _ = await parts.watchdog.wait(

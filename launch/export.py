@@ -62,14 +62,8 @@ def main() -> None:
         experiment.placement, platform=_PLATFORM.value
       )
       experiment = dataclasses.replace(experiment, placement=placement)
-    # os.path.exists is False without permission; writing then reports it.
-    if os.path.exists(target):
-      raise overrides.SettingError(
-        f"--directory={target} exists; remove it or choose another"
-      )
     source = _TOKENIZER.value
-    if source is not None and not pathlib.Path(source).is_dir():
-      raise overrides.SettingError(f"--tokenizer={source}: no such directory")
+    _check_place(target, source)
     if _ADAPTER.value:
       _check_adapter(experiment, source)
     load_run.prepare(experiment)
@@ -77,6 +71,16 @@ def main() -> None:
   with steps.Steps(sys.stderr) as shown:
     step = asyncio.run(_export(experiment, run_dir, target, shown.phase))
   print(f"{target}: {experiment.environment.name} after {step} rounds")
+
+
+def _check_place(target: pathlib.Path, source: str | None) -> None:
+  # os.path.exists is False without permission; writing then reports it.
+  if os.path.exists(target):
+    raise overrides.SettingError(
+      f"--directory={target} exists; remove it or choose another"
+    )
+  if source is not None and not pathlib.Path(source).is_dir():
+    raise overrides.SettingError(f"--tokenizer={source}: no such directory")
 
 
 def _check_adapter(

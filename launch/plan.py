@@ -27,6 +27,7 @@ from rl import experiment
 from rl.planning import calibration, plan_config, search
 from rl.planning import problem as problem_lib
 from rl.settings import overrides
+from twinmesh import error_codes
 
 _BASE = absl_flags.DEFINE_string(
   "base", None, "Config of the run that is planned."
@@ -59,7 +60,8 @@ def main() -> None:
   if base is not None and _OUT.value is not None:
     write(plan, problem, base, _BASE.value or "", pathlib.Path(_OUT.value))
   if not plan.met:
-    sys.exit("the goal is not met; the first line of the table is the nearest")
+    unmet = "the goal is not met; the first line of the table is the nearest"
+    error_codes.fail(unmet, "TM-S10", status=1)
 
 
 check = flags.instance_of(problem_lib.Planning, "configs/fleet_small.py")

@@ -25,6 +25,7 @@ from rl.audit import event_log
 from rl.runtime import trace, watchdog
 from rl.simulation import result as simulation_result
 from rl.simulation import simulate
+from twinmesh import error_codes
 
 _TIMELINE = absl_flags.DEFINE_string(
   "timeline",
@@ -32,6 +33,7 @@ _TIMELINE = absl_flags.DEFINE_string(
   "Directory for timeline.json, to be opened with ui.perfetto.dev.",
 )
 absl_flags.adopt_module_key_flags(flags)
+_RESULT = "TM-S10"
 _CAUSES = {
   "publish": "new weights arrive",
   "drain": "requests end before that",
@@ -56,7 +58,9 @@ def main() -> None:
       told = SimulationProgress(chosen.rounds, shown.phase, pause_s)
       record = simulate.simulate(chosen, listener=told.note, keep_turns=False)
   except watchdog.Stalled as stalled:
-    sys.exit(f"progress_timeout_s={chosen.progress_timeout_s:g}: {stalled}")
+    limit = f"progress_timeout_s={chosen.progress_timeout_s:g}"
+    code = error_codes.code_of(stalled)
+    error_codes.fail(f"{limit}: {stalled}", code, status=1)
   result = simulation_result.measure(record)
   show(result, sys.stdout)
   columns = shutil.get_terminal_size((100, 24)).columns
@@ -64,7 +68,8 @@ def main() -> None:
   if _TIMELINE.value is not None:
     write(record, pathlib.Path(_TIMELINE.value))
   if result.violations:
-    sys.exit(f"the schedule broke {len(result.violations)} promises")
+    broken = f"the schedule broke {len(result.violations)} promises"
+    error_codes.fail(broken, _RESULT, status=1)
 
 
 class SimulationProgress:

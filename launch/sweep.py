@@ -98,17 +98,7 @@ def main() -> None:
   with flags.exit_on_setting_error():
     given = flags.overrides()
     flags.load_from_command_line(experiment.check_experiment)
-    swept = flags.sweep(path)
-    for overrides in swept:
-      _check_disjoint(given, overrides)
-    runs = [
-      Run(root / f"run_{number:03d}", path, {**given, **overrides})
-      for number, overrides in enumerate(swept)
-    ]
-    if not runs:
-      raise overrides_lib.SettingError(
-        f"{path} has no sweep() that lists runs; add one, or use launch.train"
-      )
+    runs = _listed(root, path, given)
     for run in runs:
       workdir.check_initial(run.directory, flags.load(path, run.overrides))
     backend = flags.read_backend(_BACKEND.value)
@@ -137,6 +127,27 @@ def compare(root: pathlib.Path, metric: str, less: bool) -> None:
   data = view_runs.RunsDirectory(root).frozen(metric, less)
   target.write_text(frozen.page(root.resolve().name, data), "utf-8")
   print(f"curves: {target}")
+
+
+def _listed(
+  root: pathlib.Path, path: str, given: Mapping[str, str | None]
+) -> list["Run"]:
+  """Returns the runs of the file's sweep().
+
+  Raises:
+    SettingError: there are none, or one would override the command line.
+  """
+  swept = flags.sweep(path)
+  for overrides in swept:
+    _check_disjoint(given, overrides)
+  if not swept:
+    raise overrides_lib.SettingError(
+      f"{path} has no sweep() that lists runs; add one, or use launch.train"
+    )
+  return [
+    Run(root / f"run_{number:03d}", path, {**given, **overrides})
+    for number, overrides in enumerate(swept)
+  ]
 
 
 def _check_disjoint(

@@ -25,6 +25,15 @@ _WORKDIR = absl_flags.DEFINE_string(
   "",
   "Directory of the run. The same command continues the run in it.",
 )
+_EXPLAIN = absl_flags.DEFINE_bool(
+  "explain",
+  False,
+  "Prints every parameter with its place on both meshes and the memory that"
+  " the run needs on each device; starts nothing and needs no device.",
+)
+_QUIET = absl_flags.DEFINE_bool(
+  "quiet", False, "Shows warnings and the result, but no progress."
+)
 _BACKEND = absl_flags.DEFINE_string(
   "backend",
   None,
@@ -36,15 +45,6 @@ _END_WITH_STDIN = absl_flags.DEFINE_bool(
   False,
   "Stops at the next safe point once the standard input closes, as Ctrl-C does:"
   " for programs that start runs.",
-)
-_EXPLAIN = absl_flags.DEFINE_bool(
-  "explain",
-  False,
-  "Prints every parameter with its place on both meshes and the memory that"
-  " the run needs on each device; starts nothing and needs no device.",
-)
-_QUIET = absl_flags.DEFINE_bool(
-  "quiet", False, "Shows warnings and the result, but no progress."
 )
 # Shows --config in --help.
 absl_flags.adopt_module_key_flags(flags)

@@ -62,15 +62,22 @@ def commands(path: str, workdir: str) -> list[list[str]]:
 
 def main(argv: Sequence[str]) -> None:
   """Starts all work units, some at a time, and waits for them."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
   from xmanager import xm  # pyright: ignore[reportMissingImports]
 
-  listed = commands(_CONFIG.value, _WORKDIR.value)
+  from twinmesh import error_codes
+
+  if len(argv) > 1:
+    unexpected = f"unexpected arguments: {' '.join(argv[1:])}"
+    error_codes.fail(unexpected, "TM-C02")
+  try:
+    listed = commands(_CONFIG.value, _WORKDIR.value)
+  except ValueError as error:
+    error_codes.fail(error)
   try:
     xm.run_in_asyncio_loop(_play)(listed)
   except RuntimeError as error:  # Of XManager, once all others have ended.
-    sys.exit(f"a run has failed, and says why above: {error}")
+    failed = f"a run has failed, and says why above: {error}"
+    error_codes.fail(failed, "TM-X03", status=1)
 
 
 async def _play(listed: Sequence[Sequence[str]]) -> None:
@@ -98,4 +105,6 @@ async def _play(listed: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  from launch.cli import command_help
+
+  app.run(main, flags_parser=command_help.parse)

@@ -11,7 +11,7 @@ import platform
 import runpy
 import sys
 
-from twinmesh import extras, top_packages
+from twinmesh import error_codes, extras, top_packages
 
 COMMANDS = {
   "new": ("twinmesh.new_project", "begins a project with a task of your own"),
@@ -31,10 +31,10 @@ COMMANDS = {
   "reward-server": ("launch.reward_server", "serves the rewards of a config"),
   "worker": ("launch.worker", "adds an engine to a run"),
   "host": ("launch.host", "offers this host to runs and sweeps"),
+  "explain": ("twinmesh.error_codes", "says what an error means, and the cure"),
 }
 """Module and summary of each command, in the order of a first hour."""
 _SHORT = {"eval": "evaluate"}
-_WRONG_USE = 2
 
 
 def main() -> None:
@@ -46,14 +46,13 @@ def main() -> None:
   try:
     top_packages.check()
   except top_packages.Shadowed as error:
-    sys.exit(f"error: {error}")
+    error_codes.fail(error, status=1)
   if name == "--version":
     print(_versions())
     return
   chosen = _SHORT.get(name, name).replace("_", "-")
   if chosen not in COMMANDS:
-    print(f"error: {_unknown(chosen)}", file=sys.stderr)
-    sys.exit(_WRONG_USE)
+    error_codes.fail(_unknown(chosen), "TM-C04")
   # As `python -m` has it, for tasks beside the user; last, so that no file
   # there takes the place of a package.
   sys.path.append(os.getcwd())
@@ -73,6 +72,7 @@ def _overview() -> str:
       "",
       "twinmesh COMMAND --help lists the flags of a command, and",
       "twinmesh train --config=FILE --config.help all settings of a run.",
+      "twinmesh explain CODE says more of an error that ended with a code.",
       "twinmesh --version prints the versions that are installed.",
     ]
   )

@@ -7,6 +7,8 @@ traceback.
 import sys
 import types
 
+from twinmesh import error_codes, top_packages
+
 EXTRAS = {
   "anthropic": "test",
   "gymnasium": "envs",
@@ -32,23 +34,26 @@ EXTRAS = {
   "websockets": "processes",
 }
 """The smallest extra that brings a package, by the name of its import."""
+_MISSING = "TM-X01"
 
 
 def way_out(error: BaseException | None) -> str:
-  """Returns the line for an import that failed; "" if no extra brings it."""
+  """Returns a sentence on an import that failed; "" if no extra brings it."""
   if not isinstance(error, ModuleNotFoundError):
     return ""
   package = (error.name or "").partition(".")[0]
   if package not in EXTRAS:
     return ""
   extra = EXTRAS[package]
-  return (
-    f"error: this needs the package {package}: pip install 'twinmesh[{extra}]'"
-  )
+  return f"this needs the package {package}: pip install 'twinmesh[{extra}]'"
 
 
 def tell_instead_of_tracebacks() -> None:
-  """Has this process, which is a command, end with the line alone."""
+  """Has this process, which is a command, end with the sentence alone.
+
+  A package of others in the place of ours is told in the same way, and any
+  other error has its code below the traceback.
+  """
   before = sys.excepthook
 
   def tell(
@@ -56,9 +61,13 @@ def tell_instead_of_tracebacks() -> None:
     error: BaseException,
     trace: types.TracebackType | None,
   ) -> None:
-    if line := way_out(error):
-      print(line, file=sys.stderr)
+    if sentence := way_out(error):
+      print(error_codes.text(sentence, _MISSING), file=sys.stderr)
+    elif isinstance(error, top_packages.Shadowed):
+      print(error_codes.text(error), file=sys.stderr)
     else:
       before(kind, error, trace)
+      if isinstance(error, Exception):
+        print(error_codes.more(error_codes.code_of(error)), file=sys.stderr)
 
   sys.excepthook = tell

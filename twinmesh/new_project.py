@@ -5,11 +5,12 @@ tests of both. All of it works before a line is changed.
 """
 
 import argparse
+import functools
 import pathlib
-import sys
+
+from twinmesh import error_codes
 
 _TEMPLATE = pathlib.Path(__file__).with_name("template")
-_WRONG_USE = 2
 
 
 class NotNew(ValueError):
@@ -24,12 +25,13 @@ def main() -> None:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument("name", metavar="NAME", help="directory; must be new")
+  # The code is that of arguments, which argparse checks by itself.
+  parser.error = functools.partial(error_codes.fail, code="TM-C02")
   directory = pathlib.Path(parser.parse_args().name)
   try:
     write(directory)
   except (NotNew, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(_WRONG_USE)
+    error_codes.fail(error)
   print(
     f"{directory} has a task, a config and tests. Next:\n"
     f"  cd {directory}\n"

@@ -22,14 +22,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from absl import app, logging
 from absl import flags as absl_flags
+from absl import logging
 
 import envs
-from launch.cli import config_file, settings_help
+from launch.cli import command_help, config_file, settings_help
 from rl.backends import contract as backends
 from rl.settings import overrides as overrides_lib
 from rl.settings import parsing
+from twinmesh import error_codes
 
 _CONFIG = absl_flags.DEFINE_string(
   "config",
@@ -61,8 +62,8 @@ def command(program: Callable[[], None]) -> Callable[[Sequence[str]], None]:
 
   @functools.wraps(program)
   def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-      raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    with exit_on_setting_error():
+      refuse_arguments(argv)
     try:
       try:
         program()
@@ -77,6 +78,14 @@ def command(program: Callable[[], None]) -> Callable[[Sequence[str]], None]:
       sys.exit(128 + signal.SIGPIPE)
 
   return main
+
+
+def refuse_arguments(argv: Sequence[str]) -> None:
+  """Raises SettingError on arguments that are not flags."""
+  if len(argv) > 1:
+    raise overrides_lib.SettingError(
+      f"unexpected arguments: {' '.join(argv[1:])}"
+    )
 
 
 def _has_lost_its_reader() -> bool:
@@ -124,7 +133,7 @@ def parse(argv: Sequence[str]) -> list[str]:
       remaining.append(argument)
       continue
     _overrides[path] = text
-  rest = app.parse_flags_with_usage(remaining)
+  rest = command_help.parse(remaining)
   # Libraries narrate at INFO, absl's default once an app runs.
   if not absl_flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)
@@ -272,7 +281,7 @@ def sweep(path: str) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def exit_on_setting_error() -> Iterator[None]:
-  """Ends the process with code 2 and the message alone on a ValueError.
+  """Ends the process with code 2 and no traceback on a ValueError.
 
   Wrap only what loads and checks settings: around a run, it would hide where
   an error came from.
@@ -280,8 +289,7 @@ def exit_on_setting_error() -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+    error_codes.fail(error)
 
 
 def _split(path: str) -> tuple[pathlib.Path, str | None]:

@@ -85,21 +85,7 @@ def claim(
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.
   _check_ours(directory)
-  try:
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = _opened(directory / _LOCK)
-  except OSError as error:
-    raise overrides.SettingError(
-      f"--workdir={directory} cannot be written: {error.strerror}"
-    ) from error
-  try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError:
-    lock.close()
-    raise overrides.SettingError(
-      f"--workdir={directory} is in use by another process; wait for it or "
-      "choose another directory"
-    ) from None
+  lock = _locked(directory)
   _check_checkpoints(directory)
   for note in run_repair.mend(
     directory, trees=_TREES, files=(*_RECORDS, *_OTHERS), rows=_ROWS
@@ -217,19 +203,37 @@ def has_saved(path: str | os.PathLike) -> bool:
   return bool(checkpoints(path) or checkpoints(path, WARM_START))
 
 
+def _locked(directory: pathlib.Path) -> TextIO:
+  lock = _opened(directory / _LOCK)
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    lock.close()
+    raise overrides.SettingError(
+      f"--workdir={directory} is in use by another process; wait for it or "
+      "choose another directory"
+    ) from None
+  return lock
+
+
 def _opened(path: pathlib.Path) -> TextIO:
   """Opens the lock, which is made unless it exists.
 
   Raises:
-    OSError: it cannot be written.
-    SettingError: something else is in its place.
+    SettingError: it cannot be written, or something else is in its place.
   """
-  if not os.path.lexists(path) or path.is_file():
+  if os.path.lexists(path) and not path.is_file():
+    raise overrides.SettingError(
+      f"--workdir={path.parent}: {path.name} must be a file, which processes "
+      "lock; move away what is there, if no process uses the directory"
+    )
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("a")
-  raise overrides.SettingError(
-    f"--workdir={path.parent}: {path.name} must be a file, which processes "
-    "lock; move away what is there, if no process uses the directory"
-  )
+  except OSError as error:
+    raise overrides.SettingError(
+      f"--workdir={path.parent} cannot be written: {error.strerror}"
+    ) from error
 
 
 def _check_ours(directory: pathlib.Path) -> None:

@@ -9,17 +9,21 @@ python -m launch.report --tamper=runs/first     tests the checks themselves
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import app
+from absl import flags as absl_flags
 
+from launch.cli import flags
 from launch.report import comparison, log_check, page
+from rl.settings import annotations
+from twinmesh import error_codes
 
-_RUN = flags.DEFINE_multi_string(
+_RUN = absl_flags.DEFINE_multi_string(
   "run", None, "Directory of a run; several are compared by success, too."
 )
-_CHECK = flags.DEFINE_string(
+_CHECK = absl_flags.DEFINE_string(
   "check", None, "Directory of a run whose event log is only checked."
 )
-_TAMPER = flags.DEFINE_string(
+_TAMPER = absl_flags.DEFINE_string(
   "tamper",
   None,
   "Directory of a run; prints which changes of its event log would be noticed.",
@@ -27,17 +31,22 @@ _TAMPER = flags.DEFINE_string(
 _METRIC = "success"
 
 
-def main(argv: list[str]) -> None:
+@flags.command
+def main() -> None:
   """Writes the page and prints where it is, or checks."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+  with flags.exit_on_setting_error():
+    given = (_RUN.value, _CHECK.value, _TAMPER.value)
+    if given.count(None) != len(given) - 1:
+      raise annotations.SettingError(
+        "name one of --run=DIR, --check=DIR and --tamper=DIR"
+      )
   if _CHECK.value is not None:
     sys.exit(page.check_run(pathlib.Path(_CHECK.value)))
   if _TAMPER.value is not None:
     try:
       print(log_check.tampered(pathlib.Path(_TAMPER.value)))
     except log_check.UnreadableLog as error:
-      sys.exit(f"error: {error}")
+      error_codes.fail(error, status=1)
     return
   try:
     runs = [pathlib.Path(run) for run in _RUN.value or ()]
@@ -47,11 +56,8 @@ def main(argv: list[str]) -> None:
       compared = comparison.read(runs, _METRIC)
       print(comparison.text(compared, _METRIC, less=False))
   except (OSError, ValueError) as error:
-    sys.exit(f"error: {error}")
+    error_codes.fail(error, status=1)
 
 
 if __name__ == "__main__":
-  flags.mark_flags_as_mutual_exclusive(
-    ["run", "check", "tamper"], required=True
-  )
-  app.run(main)
+  app.run(main, flags_parser=flags.parse)

@@ -29,6 +29,7 @@ from launch.report import (
 )
 from models import untrusted_files
 from rl.runtime import segments, trace
+from twinmesh import error_codes
 
 _MAX_SPANS = 50_000
 _MAX_BUBBLES = 20_000
@@ -374,7 +375,7 @@ def check_run(run_dir: pathlib.Path) -> int:
   try:
     verdict = log_check.of_run(run_dir)
   except log_check.UnreadableLog as error:
-    print(f"error: {error}", file=sys.stderr)
+    print(error_codes.text(error), file=sys.stderr)
     return 2
   print(verdict.text)
   return 1 if verdict.violations else 0

@@ -2,7 +2,6 @@
 
 import contextlib
 import pathlib
-import sys
 from collections.abc import AsyncIterator
 
 from launch.cli import jax_setup
@@ -11,6 +10,7 @@ from models.hf import load
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
+from twinmesh import error_codes
 
 
 def prepare(experiment: experiment_lib.Experiment) -> None:
@@ -41,12 +41,13 @@ async def restored(
     try:
       found = await initial_state.restore(parts, saved)
     except load.Unusable as error:
-      print(f"error: initial={error}", file=sys.stderr)
-      sys.exit(2)
+      code = error_codes.code_of(error)
+      error_codes.fail(f"initial={error}", code)
     except checkpoint.Mismatch as error:
-      sys.exit(f"error: {error}")
+      error_codes.fail(error, status=1)
     if found is None:
-      sys.exit(f"error: {run_dir} has no checkpoint that can be read")
+      without = f"{run_dir} has no checkpoint that can be read"
+      error_codes.fail(without, "TM-D06", status=1)
     yield parts, found
   finally:
     await parts.close()

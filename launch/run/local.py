@@ -49,6 +49,7 @@ from rl.rollout import evaluate, grading, recordings
 from rl.runtime import checkpoint, disk, logical_clock, segments, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.train import learner, skipped_updates, train_state
+from twinmesh import error_codes
 
 _EPISODES_KEPT = 4
 _MIN_LAG_S, _LOOP_LAG_S = 10.0, 30.0
@@ -86,10 +87,11 @@ def train(
       run = _Run(experiment, run_dir, screen, clock, begun)
       return runner.run(run.train())
   except load.Unusable as error:
-    screen.note(f"error: initial={error}")
+    code = error_codes.code_of(error)
+    screen.note(error_codes.text(f"initial={error}", code))
     return 2
   except recordings.UnusableRow as error:
-    screen.note(f"error: {error}")
+    screen.note(error_codes.text(error))
     return 2
   except (
     watchdog_lib.Stalled,
@@ -102,17 +104,18 @@ def train(
     trackers.TrackerFailed,
     log_check.UnreadableLog,
   ) as error:
-    screen.note(f"error: {error}")
+    screen.note(error_codes.text(error))
     return 1
   except OSError as error:
     if not disk.is_cause(error, run_dir):
       raise
-    screen.note(f"error: {disk.failure(error, run_dir)}")
+    failure = disk.failure(error, run_dir)
+    screen.note(error_codes.text(failure, "TM-D09"))
     if rounds := [int(n) for n in workdir.checkpoints(run_dir) if n.isdigit()]:
       screen.note(f"the last checkpoint is that of round {max(rounds)}")
     return 1
   except FloatingPointError as error:
-    screen.note(f"error: {error}")
+    screen.note(error_codes.text(error))
     for path in skipped_updates.updates(run_dir / "skipped")[-1:]:
       screen.note(f"to find the cause:\n  python -m launch.replay {path}")
     return 1
@@ -250,11 +253,12 @@ class _Run(progress_lib.RunObserver):
 
   def _end_blocked(self) -> None:
     """Ends the process, whose event loop can end nothing any more."""
-    self._screen.note(
-      "error: the event loop was blocked for longer than progress_timeout_s="
+    blocked = (
+      "the event loop was blocked for longer than progress_timeout_s="
       f"{self._experiment.progress_timeout_s:g}; the call that blocks it is "
       f"above; to go on:\n  {workdir.command()}"
     )
+    self._screen.note(error_codes.text(blocked, "TM-R07"))
     sys.stdout.flush()
     os._exit(1)
 
@@ -453,7 +457,7 @@ class _Run(progress_lib.RunObserver):
       await self._save(progress)
       self._trim_logs()
     if hopeless:
-      raise round_warnings.Hopeless(hopeless)
+      raise hopeless
 
   def _trim_logs(self) -> None:
     """Deletes what logs have too much, as far as no checkpoint needs it."""

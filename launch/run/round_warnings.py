@@ -14,7 +14,11 @@ from rl.train import skipped_updates
 
 
 class Hopeless(Exception):
-  """The run should end: nothing is trained, or a metric left its bound."""
+  """The run should end: faults leave nothing to train."""
+
+
+class OutOfBounds(Hopeless):
+  """The run should end: a metric left its bound."""
 
 
 def of_groups(
@@ -42,7 +46,7 @@ class RoundWarnings:
   """The warnings of a run; call `after` once per round.
 
   Attributes:
-    hopeless: the reason to end the run, or "".
+    hopeless: the reason to end the run, or None.
     held: the reason not to publish the weights of later rounds, or "".
   """
 
@@ -68,7 +72,8 @@ class RoundWarnings:
     self._was_empty = self._was_flat = False
     self._max_staleness = max_staleness
     self._rounds_held = 0
-    self.hopeless = self.held = ""
+    self.held = ""
+    self.hopeless: Hopeless | None = None
 
   def after(
     self, metrics: Mapping[str, float], groups: Sequence[trajectory.Group]
@@ -103,7 +108,7 @@ class RoundWarnings:
         f"{_equally_well(metrics)}"
       )
     if fault is not None and self._in_a_row > self._max_in_a_row:
-      self.hopeless = (
+      self.hopeless = Hopeless(
         f"rounds in a row that trained nothing because of faults: "
         f"{self._in_a_row}, and max_skipped={self._max_in_a_row} allows no "
         f"more; most episodes ended with {fault}. Fix the environment or the "
@@ -116,7 +121,7 @@ class RoundWarnings:
     lines = []
     for crossing in self._monitor.after(metrics):
       if crossing.bound.then == "stop":
-        self.hopeless = (
+        self.hopeless = OutOfBounds(
           f"{crossing}. docs/metrics.md tells what it means; bounds."
           f"{crossing.name} sets the limit, and what follows"
         )
@@ -134,7 +139,7 @@ class RoundWarnings:
     # The weights of the round that crossed it are on their way.
     self._rounds_held = self._rounds_held + 1 if was_held and held else 0
     if held and self._rounds_held > self._max_staleness:
-      self.hopeless = (
+      self.hopeless = OutOfBounds(
         f"{held}. It has not come back in {self._rounds_held} rounds, and "
         f"overlap.max_staleness={self._max_staleness} lets no more be trained "
         "without new weights. docs/metrics.md tells what it means; bounds."

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from launch.report import log_check, run_files
 from launch.report import page as report_page
 from rl.runtime import segments, trace
+from twinmesh import error_codes
 
 Log = Callable[[str], None]
 
@@ -56,9 +57,10 @@ def _log_offloaded(run_dir: pathlib.Path, log: Log) -> None:
 def print_verdict(verdict: log_check.Verdict, log: Log) -> int:
   """Logs the verdict on the event log; returns 1 if an invariant broke."""
   log(verdict.summary)
-  for line in verdict.violations:
-    log(f"error: {line}")
-  return 1 if verdict.violations else 0
+  if not verdict.violations:
+    return 0
+  log(error_codes.text("\nerror: ".join(verdict.violations), "TM-R09"))
+  return 1
 
 
 @contextlib.contextmanager

@@ -62,11 +62,8 @@ def override(tree: _Tree, path: str, text: str | None) -> _Tree:
     hint, node = children[name]
     nodes.append(node)
   value = _read(hint, text, path, old=nodes.pop())
-  try:
-    for name, node in zip(reversed(names), reversed(nodes), strict=True):
-      value = _replace(node, name, value)
-  except ValueError as error:
-    raise SettingError(f"{argument(path, text)}: {error}") from error
+  for name, node in zip(reversed(names), reversed(nodes), strict=True):
+    value = _replace(node, name, value, argument(path, text))
   return typing.cast(_Tree, value)
 
 
@@ -151,10 +148,13 @@ def _walk(node: Any, hint: Any, path: str = "") -> Iterator[tuple]:
     yield from _walk(child, child_hint, f"{path}{name}.")
 
 
-def _replace(node: Any, name: str, value: Any) -> Any:
+def _replace(node: Any, name: str, value: Any, override: str) -> Any:
   if isinstance(node, tuple):
     return tuple(value if str(i) == name else x for i, x in enumerate(node))
-  return dataclasses.replace(node, **{name: value})
+  try:
+    return dataclasses.replace(node, **{name: value})
+  except ValueError as error:
+    raise SettingError(f"{override}: {error}") from error
 
 
 def _no_such(tree: Any, path: str, above: str, hint: Any, node: Any) -> str:
