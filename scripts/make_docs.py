@@ -9,6 +9,7 @@
 - docs/licences.md, from the metadata of what is installed.
 - docs/long_run.svg, from benchmarks/results/long_run.json.
 - docs/recipes.md and docs/settings.md, from docstrings.
+- docs/errors.md, from twinmesh/error_causes.py.
 
 With --check nothing is written: a file that differs is an error.
 """
@@ -20,6 +21,7 @@ import sys
 from typing import Any
 
 from scripts import (
+  make_docs_errors,
   make_docs_licences,
   make_docs_long_run,
   make_docs_picture,
@@ -48,6 +50,7 @@ PICTURE = ROOT / "docs" / "packages.svg"
 RECIPES = ROOT / "docs" / "recipes.md"
 LONG_RUN = ROOT / "docs" / "long_run.svg"
 SETTINGS = ROOT / "docs" / "settings.md"
+ERRORS = ROOT / "docs" / "errors.md"
 RESULTS = ROOT / "benchmarks" / "results"
 _SIMULATED = ("rollart_", "rollout_pipe")
 """Results that no machine changes."""
@@ -102,6 +105,7 @@ def outdated() -> dict[pathlib.Path, str]:
     make_docs_licences.PAGE: make_docs_licences.page(),
     LONG_RUN: make_docs_long_run.draw(result("long_run")),
     SETTINGS: make_docs_settings.page(),
+    ERRORS: make_docs_errors.page(),
   }
   return {
     path: text

@@ -31,7 +31,7 @@ COMMANDS = {
   "reward-server": ("launch.reward_server", "serves the rewards of a config"),
   "worker": ("launch.worker", "adds an engine to a run"),
   "host": ("launch.host", "offers this host to runs and sweeps"),
-  "explain": ("twinmesh.error_codes", "says what an error means, and the cure"),
+  "explain": ("twinmesh.explain", "says what an error means, and the cure"),
 }
 """Module and summary of each command, in the order of a first hour."""
 _SHORT = {"eval": "evaluate"}

@@ -17,7 +17,7 @@ class Cause:
     sees: a message, as it is printed.
     why: the reason.
     cure: the way out.
-    command: to type, if one helps.
+    code_block: a command, or lines of code, if they help.
     of: classes and functions that raise such errors, as `module:name`, and
       modules and packages whose ValueErrors are such.
     replies: `code` in the replies of a server to such requests.
@@ -28,7 +28,7 @@ class Cause:
   sees: str
   why: str
   cure: str
-  command: str = ""
+  code_block: str = ""
   of: tuple[str, ...] = ()
   replies: tuple[str, ...] = ()
 
@@ -56,13 +56,13 @@ CAUSES = (
     " they begin with --config.",
     cure="Correct the name, or the value. --help lists the flags of a command;"
     " a setting is written --config.rollout.group_size=8.",
-    command="twinmesh train --help",
+    code_block="twinmesh train --help",
+    of=("launch.manifest:host_share",),
   ),
   Cause(
     code="TM-C02",
     title="A flag or an argument is missing, or there is one too many",
-    sees="--workdir is missing; name a directory, as in --workdir=runs/mine, or"
-    " ask for --explain",
+    sees=("--config is missing; name a file, as in --config=configs/NAME.py"),
     why="The command needs what the message names. An argument without dashes"
     " is often a flag whose = was forgotten, or a pattern that the shell has"
     " replaced by several names.",
@@ -105,12 +105,12 @@ CAUSES = (
     why="The first argument of `twinmesh` is a command; each is also a module,"
     " so that `twinmesh train` is `python -m launch.train`.",
     cure="`twinmesh --help` lists the commands, `twinmesh explain` the codes.",
-    command="twinmesh --help",
+    code_block="twinmesh --help",
   ),
   Cause(
     code="TM-C05",
     title="A path that was named cannot be used",
-    sees="--directory=exported exists; remove it or choose another",
+    sees=("--timeline=traces cannot be written: traces is a file"),
     why="What is to be read is not there, or what is to be written would"
     " replace something, or the directory cannot be written to. Nothing is"
     " overwritten unasked, and this is checked before hours of work.",
@@ -133,8 +133,7 @@ CAUSES = (
   Cause(
     code="TM-F01",
     title="The config file is not there",
-    sees="--config=configs/gues_number.py: no such file; did you mean"
-    " configs/guess_number_own.py?",
+    sees=("--config=mien.py: no such file; did you mean mine.py?"),
     why="--config names a file, from the current directory. The configs that"
     " come with Twinmesh are also found as configs/NAME.py from elsewhere,"
     " unless a directory configs of your own lies here.",
@@ -144,14 +143,13 @@ CAUSES = (
   Cause(
     code="TM-F02",
     title="The config file fails",
-    sees="mine.py:7: NameError: name 'grpo' is not defined\n"
-    "  algorithm=grpo(),",
+    sees=("mine.py:2: NameError: name 'grpo' is not defined\nreturn grpo()"),
     why="A config is a Python file that runs when it is loaded; it, or its"
     " get_config() or sweep(), has raised an exception at that line.",
     cure="Correct the line. A module that the file imports must be installed,"
     " or lie beside the file. The file alone, run by Python, shows the whole"
     " traceback.",
-    command="python -c 'import mine; mine.get_config()'",
+    code_block="python -c 'import mine; mine.get_config()'",
     of=("configs", "launch.cli.config_file:blame", "launch.cli.flags:sweep"),
   ),
   Cause(
@@ -163,7 +161,7 @@ CAUSES = (
     " Planning for launch.plan.",
     cure="Use a file for this command, such as the one that the message names,"
     " or return what it asks for. `twinmesh new` writes a config that works.",
-    command="twinmesh new mine",
+    code_block="twinmesh new mine",
     of=(
       "launch.cli.flags:_get_config",
       "launch.cli.flags:instance_of",
@@ -174,14 +172,15 @@ CAUSES = (
   Cause(
     code="TM-F04",
     title="The sweep cannot be made from the file",
-    sees="configs/guess_number_moe.py has no sweep() that lists runs; add one,"
-    " or use launch.train",
+    sees=(
+      "mine.py has no sweep() that lists runs; add one, or use launch.train"
+    ),
     why="A sweep plays what sweep() of the config lists: one mapping a run, of"
     " settings to values. A setting that both it and the command line give has"
     " no single value.",
-    cure="Add the function, for instance\n\n"
-    '    def sweep():\n      return [{"seed": n} for n in range(3)]\n\n'
-    "or leave the setting out of one of the two places.",
+    cure="Add the function to the file, or leave the setting out of one of the"
+    " two places.",
+    code_block='def sweep():\n  return [{"seed": n} for n in range(3)]',
     of=(
       "launch.sweep:_check_disjoint",
       "launch.sweep:_listed",
@@ -231,20 +230,22 @@ CAUSES = (
   Cause(
     code="TM-S01",
     title="There is no such setting",
-    sees="--config.rollout.group_sise=8: no such setting; did you mean"
-    " rollout.group_size?",
+    sees=(
+      "--config.rollout.group_sise: no such setting; did you mean"
+      " --config.rollout.group_size (int)?"
+    ),
     why="Settings are a tree with fixed names, and a misspelled one is never"
     " ignored. Which names exist below a part also depends on the class that"
     " stands there: `algorithm=gspo` has other settings than `algorithm=ppo`.",
     cure="Look the name up: --config.help prints all settings of a config with"
     " type, value and meaning, --config.help=PART those below one.",
-    command="twinmesh train --config=FILE --config.help=rollout",
+    code_block="twinmesh train --config=FILE --config.help=rollout",
     of=("launch.cli.settings_help", "rl.settings.overrides:override"),
   ),
   Cause(
     code="TM-S02",
     title="A value is not of the type of its setting",
-    sees="rounds=many: expected a whole number",
+    sees=("--config.rounds=many: expected int"),
     why="A value is read as the type of its setting: numbers, true and false,"
     " none, lists as 2,4, mappings as JSON, and objects as"
     " name(field=1).",
@@ -256,7 +257,10 @@ CAUSES = (
   Cause(
     code="TM-S03",
     title="A name in a value is not known",
-    sees="algorithm: nothing here is called gppo; use .. or gspo",
+    sees=(
+      "--config.algorithm: cannot import mine.Grpo: module 'mine' has no"
+      " attribute 'Grpo'; did you mean grpo (rl.algorithms.presets.Grpo)?"
+    ),
     why="An object is named by its class in snake_case, or by module.Class, and"
     " must be of the type that the place takes. Short names are those of"
     " modules that are loaded: one of your own is known once the config imports"
@@ -286,14 +290,18 @@ CAUSES = (
   Cause(
     code="TM-S05",
     title="Settings do not go together",
-    sees="overlap.consume=ready with max_staleness=2: WHY; OUT",
+    sees=(
+      "overlap.consume=ready with max_staleness=2: no bound holds for slow"
+      " groups; use consume=submit, or drop or recycle, which check the"
+      " age"
+    ),
     why="Each value could work, but not with the others that the message"
     " names: what they promise together cannot be held, such as a bound on"
     " staleness with groups taken in any order.",
     cure="Change one of the settings that are named; the end of the message"
     " says which value works. --explain shows the effect on placement and"
     " memory without starting anything.",
-    command="twinmesh train --config=FILE --explain",
+    code_block="twinmesh train --config=FILE --explain",
     of=(
       "launch.gateway.app",
       "rl.experiment",
@@ -338,7 +346,10 @@ CAUSES = (
   Cause(
     code="TM-S08",
     title="Parts of an algorithm do not go together",
-    sees="algorithm.loss=mine has no clipped; see rl.algorithms.losses.Loss",
+    sees=(
+      "algorithm.loss=no_clip has no own_weight, has_ratio, aggregate; see"
+      " rl.algorithms.losses.Loss"
+    ),
     why="An algorithm is put together from a loss, an estimator, a correction,"
     " an aggregate and a penalty. A part of your own has to have all of its"
     " protocol, and some need another: GAE a critic, a KL penalty a reference.",
@@ -354,7 +365,7 @@ CAUSES = (
     " could run, or far too much.",
     cure="Change what the message names. configs/fleet_small.py and"
     " configs/simulated_3000.py are examples that work.",
-    command="twinmesh plan --config=configs/fleet_small.py",
+    code_block="twinmesh plan --config=configs/fleet_small.py",
     of=("rl.planning", "rl.simulation"),
   ),
   Cause(
@@ -379,20 +390,25 @@ CAUSES = (
     cure="Lower the sizes of the meshes, share devices with"
     " --config.placement.colocated=true, or try on CPUs with"
     " --config.placement.platform=cpu, which offers as many as are needed.",
-    command="python -c 'import jax; print(jax.devices())'",
-    of=("rl.pools.placement:Placement.layouts",),
+    code_block="python -c 'import jax; print(jax.devices())'",
+    of=(
+      "launch.manifest:_check_fits",
+      "rl.pools.placement:Placement.layouts",
+    ),
   ),
   Cause(
     code="TM-P02",
     title="Meshes or pools contradict each other",
-    sees="placement.decode[0] and placement.learner share devices [0]; move"
-    " placement.decode.first_device or set placement.colocated=true",
+    sees=(
+      "placement.learner and placement.decode share devices [0]; move"
+      " placement.decode.first_device or set placement.colocated=true"
+    ),
     why="Meshes with devices in common need placement.colocated=true; pools"
     " need different names, engines that serve one model, and a route to each;"
     " processes of their own are for CPUs so far.",
     cure="Do as the message says; [placement](guides/placement.md) has"
     " examples, and --explain prints the meshes.",
-    command="twinmesh train --config=FILE --explain",
+    code_block="twinmesh train --config=FILE --explain",
     of=("rl.pools.affinity", "rl.pools.placement", "rl.pools.pool_stats"),
   ),
   Cause(
@@ -407,7 +423,7 @@ CAUSES = (
     " rollout.max_tokens, smaller batch.rows, model.compute.remat, an optimizer"
     " on the host, adapters (model.lora), or more devices. --explain prints"
     " each item.",
-    command="twinmesh train --config=FILE --explain",
+    code_block="twinmesh train --config=FILE --explain",
     of=(
       "rl.assemble:check_host_memory",
       "rl.engine.builtin.sizing",
@@ -417,14 +433,16 @@ CAUSES = (
   Cause(
     code="TM-P04",
     title="A backend cannot start processes",
-    sees="backend slurm: sbatch is not found; start the command on a host that"
-    " has sbatch, or try it with 'slurm(cluster=local)'",
+    sees=(
+      "placement.backend.at names no host; start `python -m launch.host`"
+      " on one, and name it, as in at=['10.0.0.2:7000']"
+    ),
     why="--backend says who starts the processes of engines or of a sweep: this"
     " host, hosts at addresses, Slurm or Ray. It has to answer from here, and"
     " its package be installed.",
     cure="Start the service, or use --backend=local. For addresses run"
     " launch.host on each of them.",
-    command="twinmesh host --listen=HOST:7000 --token_file=token",
+    code_block="twinmesh host --listen=HOST:7000 --token_file=token",
     of=("rl.backends",),
   ),
   Cause(
@@ -436,7 +454,7 @@ CAUSES = (
     " read only from a file of 32 or more characters that its user alone can"
     " read. An address is HOST:PORT, of this host where one listens.",
     cure="Make a token and guard it, and copy it to the other host.",
-    command="openssl rand -hex 32 > token && chmod 600 token",
+    code_block="openssl rand -hex 32 > token && chmod 600 token",
     of=(
       "launch.host:main",
       "rl.backends.host:address_of",
@@ -455,7 +473,7 @@ CAUSES = (
     " there.",
     cure="`launch.status` says whether the run is alive. Start it with"
     " --config.placement.decode_processes=1, from the same checkout.",
-    command="twinmesh status runs/first",
+    code_block="twinmesh status runs/first",
     of=(
       "rl.pools.membership",
       "rl.remote.remote_engine",
@@ -477,46 +495,41 @@ CAUSES = (
   ),
   Cause(
     code="TM-P08",
-    title="The accelerator of a manifest is unknown, or too small",
-    sees="--accelerator=h100 is unknown; use .., or the label of a GPU, such as"
-    " nvidia-h100-80gb",
-    why="launch.manifest writes a JobSet of one pod on one host, which has to"
-    " have all devices of the placement.",
-    cure="Name an accelerator as Kubernetes labels its nodes, and lower the"
-    " meshes until one host has enough devices.",
-    command="kubectl get nodes --show-labels",
-    of=("launch.manifest:_check_fits", "launch.manifest:host_share"),
-  ),
-  Cause(
-    code="TM-P09",
     title="sglang-jax cannot serve this model",
-    sees="model.qk_norm=false: sglang-jax has no such attention; use"
-    " engine=builtin",
+    sees=(
+      "model.qk_norm=false: sglang-jax is told of a Qwen3; use engine=built_in"
+    ),
     why="The adapter serves the models that sglang-jax computes in the same way"
     " as the learner; anything else would train on other probabilities than"
     " were sampled.",
     cure="Use the built-in engine, or the setting that the message names.",
-    command="twinmesh train --config=FILE --config.engine=builtin ..",
+    code_block="twinmesh train --config=FILE --config.engine=builtin ..",
     of=("rl.engine.sglang",),
   ),
   Cause(
     code="TM-W01",
-    title="The initial weights cannot be used",
-    sees="initial=checkpoints/qwen cannot be loaded:\n"
-    "  model.embed_tokens.weight is missing",
+    title="Weights do not fit the model, or are damaged",
+    sees=("qwen cannot be loaded:\nthe directory does not exist"),
     why="The files of the directory were compared with the model before"
     " anything was loaded: a tensor is missing, has another shape or type,"
     " holds NaN, or a file is cut short. All problems are listed at once.",
     cure="If files are missing or short, download the directory again. If"
     " shapes differ, the model of the config is another one: take it from the"
     " directory, as configs/qwen3_0_6b.py does.",
-    of=("models.hf.load:Unusable", "models.hf.safetensors_io"),
+    of=(
+      "models.hf.export",
+      "models.hf.load:Unusable",
+      "models.hf.peft",
+      "models.hf.safetensors_io",
+    ),
   ),
   Cause(
     code="TM-W02",
     title="A published model is not supported",
-    sees="architectures=['LlamaForVision'] is not supported; use a"
-    " checkpoint of Qwen3ForCausalLM, ..",
+    sees=(
+      "architectures=['Gpt'] is not supported; use a checkpoint of"
+      " Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM"
+    ),
     why="config.json of the model was read in full. What is not known might"
     " change its result, so it is refused rather than ignored.",
     cure="Use a checkpoint of an architecture that the message lists, in"
@@ -525,8 +538,8 @@ CAUSES = (
   ),
   Cause(
     code="TM-W03",
-    title="A tokenizer cannot be used",
-    sees="no tokenizer.json; AutoTokenizer.save_pretrained writes one",
+    title="There is no tokenizer, or it cannot be used",
+    sees=(".: no tokenizer.json; AutoTokenizer.save_pretrained writes one"),
     why="Tokens in, tokens out: ids that were sampled are trained as they are."
     " That takes a byte-level tokenizer.json whose special tokens do not depend"
     " on the text around them, and that stays within time and memory when it"
@@ -534,20 +547,25 @@ CAUSES = (
     cure="Copy the tokenizer of the same model again, or write a fast one with"
     " transformers. A task with a list of words needs none:"
     " --config.chat=words.",
-    command="python -c 'from transformers import AutoTokenizer as T;"
+    code_block="python -c 'from transformers import AutoTokenizer as T;"
     ' T.from_pretrained("DIR").save_pretrained("DIR")\'',
     of=(
+      "envs.base:words",
       "models.chat.hf_chat",
       "models.chat.trial:TrialFailed",
       "models.chat.word_chat",
       "models.hf.tokenizer_files",
+      "rl.rollout.chats",
     ),
   ),
   Cause(
     code="TM-W04",
     title="A chat template cannot be used",
-    sees="the chat template does not only append: with a turn it writes '..'"
-    " instead of '..'; ids that were sampled would change",
+    sees=(
+      "the chat template does not only append: with an answer it writes"
+      " '\\ufdd1<e>' instead of '1<e>'; ids that were sampled cannot be"
+      " rewritten, so use another template"
+    ),
     why="An episode only appends to its ids. A template that rewrites earlier"
     " turns, as some drop earlier reasoning, would train on ids that nobody"
     " sampled. Templates of others also run with bounds on time and size.",
@@ -564,8 +582,7 @@ CAUSES = (
   Cause(
     code="TM-W05",
     title="A file of others is damaged, or too large to be what it should be",
-    sees="runs/first/config.json: a file of 300,000,000 bytes, and 67,108,864"
-    " are the most",
+    sees=(". is a directory; put a file there"),
     why="Files that come from elsewhere are read with bounds on size and depth,"
     " and only if they are plain files.",
     cure="Copy or download the file again; a link or a pipe in its place has to"
@@ -574,21 +591,8 @@ CAUSES = (
   ),
   Cause(
     code="TM-W06",
-    title="Weights do not fit the model that is to be written",
-    sees="model.vocab_size=512 is below the 600 ids of the tokenizer; pass the"
-    " one that the model was trained with",
-    why="An export is read by other programs, which believe its config: so"
-    " parameters, config and tokenizer have to be of one model.",
-    cure="Pass the tokenizer of the run (leave --tokenizer out), and the config"
-    " that the parameters were made with; merge adapters first, or export them"
-    " with --adapter.",
-    command="twinmesh export --run=DIR --directory=OUT",
-    of=("models.hf.export", "models.hf.peft"),
-  ),
-  Cause(
-    code="TM-W07",
     title="Settings of the model cannot work",
-    sees="model.num_heads=6 must be a multiple of num_kv_heads=4",
+    sees=("model.num_heads=6 does not split over num_kv_heads=4; use 8"),
     why="Width, heads, experts and layers have to fit each other, and the form"
     " of attention the platform.",
     cure="Change the setting that is named, or begin with a published size, as"
@@ -603,16 +607,6 @@ CAUSES = (
     ),
   ),
   Cause(
-    code="TM-W08",
-    title="An answer cannot be held to its schema",
-    sees="the answer's grammar: unknown keyword in the schema",
-    why="A request asks for JSON of a schema, or for calls of tools, and the"
-    " schema is too large or has what the grammar cannot express.",
-    cure="Simplify the schema, or ask without response_format or with"
-    ' tool_choice="auto".',
-    of=("models.chat.answer_grammar",),
-  ),
-  Cause(
     code="TM-E01",
     title="Settings of an environment cannot work",
     sees="turns=0: give turns >= 1",
@@ -620,7 +614,7 @@ CAUSES = (
     " fails before anything is played.",
     cure="Change the field that is named. `launch.try_environment` plays some"
     " tasks without a model and says what else is wrong.",
-    command="twinmesh try --config=FILE",
+    code_block="twinmesh try --config=FILE",
     of=(
       "envs.base",
       "envs.delayed",
@@ -633,15 +627,17 @@ CAUSES = (
   Cause(
     code="TM-E02",
     title="A row of data cannot be used",
-    sees="train.jsonl:3: no field 'question', which prompt asks for; the row's"
-    " fields are 'answer', 'text'",
+    sees=(
+      "train.jsonl:1: no field 'question', which prompt asks for; the"
+      " row's fields are text, answer"
+    ),
     why="Tasks and recorded conversations are read from JSON lines or Parquet."
     " Each row needs the fields that the environment names, of the type that it"
     " takes, and has to fit the lengths of the batch.",
     cure="Correct the row that is named, or the name of the field. For rows"
     " that are too long, raise batch.length or leave them out with"
     " --config.warm_start.too_long=drop.",
-    command="sed -n 3p train.jsonl",
+    code_block="sed -n 3p train.jsonl",
     of=(
       "envs.recordings",
       "envs.rows",
@@ -652,15 +648,18 @@ CAUSES = (
   Cause(
     code="TM-E03",
     title="A reward cannot grade this",
-    sees="reward Outcome has stateless=False: it needs the environment,"
-    " which is closed before anything is graded; let the environment give it"
-    " as the reward of a step (base.Step.reward) and use rewards.Outcome()",
+    sees=(
+      "reward OfSteps has stateless=False: it needs the environment, which"
+      " is closed before anything is graded; let the environment give it"
+      " as the reward of a step (base.Step.reward) and use"
+      " rewards.Outcome()"
+    ),
     why="Rewards read transcripts, after the environment is closed, and may be"
     " called again after a failure. Some also need an answer of the task, of a"
     " form that they can compare.",
     cure="Do as the message says; [rewards](guides/rewards.md) lists what each"
     " reward needs of a task.",
-    command="twinmesh try --config=FILE",
+    code_block="twinmesh try --config=FILE",
     of=(
       "envs.offload",
       "envs.rewards",
@@ -676,7 +675,7 @@ CAUSES = (
     " refused, or it computes another reward.",
     cure="Start the server with the config of this run, and check the url and"
     " the key of the reward in the config.",
-    command="twinmesh reward-server --config=FILE --port=9000",
+    code_block="twinmesh reward-server --config=FILE --port=9000",
     of=(
       "envs.offload.calls:CallError",
       "rl.rollout.grading:RewardUnreachable",
@@ -685,8 +684,7 @@ CAUSES = (
   Cause(
     code="TM-E05",
     title="Tools cannot be offered",
-    sees="tool add: argument x has no type; annotate it, so that models are"
-    " told what to give",
+    sees=("Untyped.add: parameter x has no type; write x: int, or what it is"),
     why="A method becomes a tool by its name, docstring and annotations, and a"
     " server of tools by what it lists.",
     cure="Annotate and document the methods; names are unique, of letters,"
@@ -703,7 +701,7 @@ CAUSES = (
     " prlimit, and a kernel that lets users make namespaces.",
     cure="Install bubblewrap. In a container, user namespaces have to be"
     " allowed; [workers and sandbox](guides/workers-and-sandbox.md) says how.",
-    command="bwrap --ro-bind / / --unshare-all true && echo works",
+    code_block="bwrap --ro-bind / / --unshare-all true && echo works",
     of=("envs.sandbox", "envs.sandbox.bubblewrap:SandboxError"),
   ),
   Cause(
@@ -727,12 +725,14 @@ CAUSES = (
   Cause(
     code="TM-E08",
     title="A warm start has nothing to learn from",
-    sees="environment mine has no demonstrations, for want of an oracle and an"
-    " explore; use warm_start=none, or add them to its source",
+    sees=(
+      "environment mine has no demonstrations, for want of an oracle and"
+      " an explore; use warm_start=none, or add them to its class"
+    ),
     why="A warm start trains on demonstrations of an oracle, or on recorded"
     " conversations, before the first round.",
     cure="Turn it off, or give the environment what the message names.",
-    command="twinmesh train --config=FILE --config.warm_start=none ..",
+    code_block="twinmesh train --config=FILE --config.warm_start=none ..",
     of=(
       "envs.base:demonstrator",
       "envs.single_turn:SingleTurn.check_demonstrations",
@@ -741,24 +741,13 @@ CAUSES = (
     ),
   ),
   Cause(
-    code="TM-E09",
-    title="The environment needs the tokenizer of a model",
-    sees="chat=hf has no tokenizer: name the directory of a model, by"
-    " initial or as chat=hf(directory='DIR')",
-    why="A small model may have a list of words for a tokenizer, if the"
-    " environment has one; free text needs that of a published model.",
-    cure="Name a directory that holds tokenizer.json and a chat template.",
-    command="twinmesh train --config=FILE --config.initial=DIR ..",
-    of=("envs.base:words", "rl.rollout.chats"),
-  ),
-  Cause(
     code="TM-D01",
     title="No run is there",
     sees="runs/first does not exist",
     why="The command reads the directory that a run was given by --workdir; a"
     " sweep has one for each run below its own.",
     cure="Name the directory that holds config.json.",
-    command="ls runs/*/config.json",
+    code_block="ls runs/*/config.json",
     of=(
       "launch.cli.workdir:check_exists",
       "launch.report.comparison",
@@ -775,14 +764,16 @@ CAUSES = (
     " with the process that holds it, however that ends.",
     cure="See who it is, and stop it with Ctrl-C or SIGTERM, after which it"
     " saves; or name another --workdir.",
-    command="twinmesh status runs/first",
+    code_block="twinmesh status runs/first",
     of=("launch.cli.workdir:_locked",),
   ),
   Cause(
     code="TM-D03",
     title="The directory holds something else than a run",
-    sees="--workdir=data: its config.json is not that of a run; choose another"
-    " directory",
+    sees=(
+      "--workdir=runs/first holds metrics.jsonl, but no config.json of the"
+      " run that wrote them; choose another directory, or move them away"
+    ),
     why="A run clears its own records when it starts over, so it starts only in"
     " a directory that is new, empty or its own, and with a place for its lock"
     " and its checkpoints.",
@@ -792,15 +783,18 @@ CAUSES = (
   Cause(
     code="TM-D04",
     title="The directory holds a run with other settings",
-    sees="--workdir=runs/first holds a run with other settings:\n"
-    "  seed: 0 before, 1 now\n"
-    "go on with --config=runs/first/config.json, or choose another directory",
+    sees=(
+      "--workdir=runs/first holds a run with other settings:\n"
+      "seed: 0 -> 1\n"
+      "go on with --config=runs/first/config.json, or choose another"
+      " directory"
+    ),
     why="A run goes on with the settings that it was started with. Only those"
     " that change nothing in what was learned may differ, such as rounds,"
     " evaluation, retention and bounds.",
     cure="To go on, use the config.json of the run; for another run, another"
     " directory. The code of the config file may change between the two.",
-    command="twinmesh train --config=runs/first/config.json"
+    code_block="twinmesh train --config=runs/first/config.json"
     " --workdir=runs/first",
     of=("launch.cli.workdir:_check_same",),
   ),
@@ -819,13 +813,17 @@ CAUSES = (
   Cause(
     code="TM-D06",
     title="No checkpoint can be read, or none is there",
-    sees="runs/first has no checkpoint that can be read",
+    sees=(
+      "no checkpoint in runs/first/checkpoints can be read; all are"
+      " damaged: 5.damaged. Put a copy of one back, or move that directory"
+      " away to start over"
+    ),
     why="The run has not saved one yet, or all are damaged: each leaf has a"
     " checksum, and a damaged checkpoint is passed over for the one before it.",
     cure="Let the run train on to its next checkpoint"
     " (retention.checkpoint_every), or put a copy of one back. To start over,"
     " move the directory checkpoints away.",
-    command="ls runs/first/checkpoints",
+    code_block="ls runs/first/checkpoints",
     of=("launch.cli.workdir:check_none_damaged",),
   ),
   Cause(
@@ -839,7 +837,7 @@ CAUSES = (
     cure="Make room, or mount the disk again, and repeat the command: it"
     " goes on from the newest checkpoint. retention.checkpoints says how"
     " many are kept.",
-    command="df -h runs/first",
+    code_block="df -h runs/first",
     of=("rl.runtime.checkpoint:Unsaved",),
   ),
   Cause(
@@ -867,18 +865,20 @@ CAUSES = (
     cure="Make room and repeat the command; it goes on from its last"
     " checkpoint. events.jsonl and trajectories/ are the largest:"
     " retention.episodes_every lowers the latter.",
-    command="du -sh runs/first/*",
+    code_block="du -sh runs/first/*",
   ),
   Cause(
     code="TM-D10",
     title="There is no such skipped update, or it cannot be read",
-    sees="runs/first/skipped/round_000013_update_0 is not a skipped update; did"
-    " you mean runs/first/skipped/round_000012_update_0?",
+    sees=(
+      "runs/first/skipped/1 is not a skipped update: runs does not exist;"
+      " name a directory such as RUN/skipped/round_000012_update_0"
+    ),
     why="A run keeps an update whose loss or gradient was not finite in"
     " skipped/, up to a few. launch.replay reads it with the settings of its"
     " run.",
     cure="Name a directory below skipped/ of the run that made it.",
-    command="ls runs/first/skipped",
+    code_block="ls runs/first/skipped",
     of=(
       "launch.replay:read",
       "launch.replay:resolve",
@@ -890,13 +890,16 @@ CAUSES = (
   Cause(
     code="TM-D11",
     title="A run cannot tell a plan its speeds",
-    sees="--calibrate=runs/first: it has trained no round; let it train a few",
+    sees=(
+      "--calibrate=runs/first: config.json is missing; name the --workdir"
+      " of a run"
+    ),
     why="launch.plan reads speeds, lengths and times of environments from the"
     " log of a run, which has to have trained some rounds on the kind of device"
     " that is planned with.",
     cure="Name a run that trained a few rounds, and with --kind the kind of the"
     " fleet whose devices it had.",
-    command="twinmesh plan --config=FILE --calibrate=runs/first",
+    code_block="twinmesh plan --config=FILE --calibrate=runs/first",
     of=("rl.planning.calibration",),
   ),
   Cause(
@@ -910,7 +913,7 @@ CAUSES = (
     cure="Look at the last line of the table: often an environment that never"
     " answers, or a first compilation that is slower than the deadline. Then"
     " raise the deadline that is named; the same command goes on.",
-    command="twinmesh status runs/first",
+    code_block="twinmesh status runs/first",
     of=("rl.runtime.virtual_clock:Deadlock", "rl.runtime.watchdog:Stalled"),
   ),
   Cause(
@@ -946,7 +949,7 @@ CAUSES = (
     " be better.",
     cure="Correct the environment or the reward; the fault that is named is the"
     " most frequent one. The same command then goes on.",
-    command="twinmesh try --config=FILE",
+    code_block="twinmesh try --config=FILE",
     of=("launch.run.round_warnings:Hopeless",),
   ),
   Cause(
@@ -974,7 +977,7 @@ CAUSES = (
     cure="Replay the last one: it names the micro-batch, the trajectory and the"
     " parameters that are not finite. A lower optimizer.learning_rate or"
     " optimizer.max_grad_norm in a new run often is the cure.",
-    command="twinmesh replay runs/first/skipped/round_000012_update_0",
+    code_block="twinmesh replay runs/first/skipped/round_000012_update_0",
     of=("builtins:FloatingPointError",),
   ),
   Cause(
@@ -996,7 +999,7 @@ CAUSES = (
     " start: no login, or no connection. Later failures only warn.",
     cure="Log in, correct the address, or send later: Weights & Biases has an"
     " offline mode. metrics.jsonl has all metrics in any case.",
-    command="twinmesh train .. --config.tracker=none",
+    code_block="twinmesh train .. --config.tracker=none",
     of=("rl.loop.trackers:TrackerFailed",),
   ),
   Cause(
@@ -1009,7 +1012,7 @@ CAUSES = (
     cure="This is a bug of Twinmesh, or a log that was edited. Keep the"
     " directory, and report the lines with the config; do not trust the"
     " figures of the run.",
-    command="twinmesh report --check=runs/first",
+    code_block="twinmesh report --check=runs/first",
   ),
   Cause(
     code="TM-H01",
@@ -1020,7 +1023,7 @@ CAUSES = (
     " command; ports below 1024 need rights; or the host is none of this"
     " machine.",
     cure="Take another port, or 0 for any free one, which is then printed.",
-    command="ss -ltnp 'sport = :8000'",
+    code_block="ss -ltnp 'sport = :8000'",
     of=("launch.http.http_server:bind_flags",),
   ),
   Cause(
@@ -1031,7 +1034,7 @@ CAUSES = (
     why="A server beyond this machine answers only requests with a key. Keys"
     " are lines of a file, of 16 or more characters.",
     cure="Make a key, and give it to clients as api_key.",
-    command="python -c 'import secrets; print(secrets.token_urlsafe())' > keys",
+    code_block="python -c 'import secrets; print(secrets.token_urlsafe())' > keys",
     of=("launch.http.access",),
   ),
   Cause(
@@ -1041,7 +1044,7 @@ CAUSES = (
     why="The certificate, with its chain, and its key are PEM files that belong"
     " together; the key has no password, as nobody could type it.",
     cure="Check that both fit; for a trial make a pair that signs itself.",
-    command="openssl req -x509 -newkey rsa:2048 -nodes -days 30 \\\n"
+    code_block="openssl req -x509 -newkey rsa:2048 -nodes -days 30 \\\n"
     "  -subj /CN=localhost -keyout key.pem -out cert.pem",
     of=("launch.http.http_server:read_tls",),
   ),
@@ -1056,7 +1059,10 @@ CAUSES = (
     " (403, 421).",
     cure="`param` names the field. For 401 send Authorization: Bearer KEY; for"
     " 421 start the server with --allow_host=NAME.",
-    of=("launch.http.json_fields:BadRequest",),
+    of=(
+      "launch.http.json_fields:BadRequest",
+      "models.chat.answer_grammar",
+    ),
     replies=("bad_request", "invalid_api_key"),
   ),
   Cause(
@@ -1115,7 +1121,7 @@ CAUSES = (
     cure="Install the extra that is named, into the environment of this Python."
     " In a clone, `make setup` installs all that the tests need. A module of"
     " your own has to lie beside the config that imports it.",
-    command="pip install 'twinmesh[serve]'",
+    code_block="pip install 'twinmesh[serve]'",
     of=(
       "builtins:ModuleNotFoundError",
       "envs.extras",
@@ -1134,7 +1140,7 @@ CAUSES = (
     " takes the first that it finds: here, PYTHONPATH, then what is installed.",
     cure="Start the command in a directory without such folders, or install"
     " Twinmesh into an environment of its own.",
-    command="python -c 'import models; print(models.__file__)'",
+    code_block="python -c 'import models; print(models.__file__)'",
     of=("twinmesh.top_packages:Shadowed",),
   ),
   Cause(
@@ -1146,7 +1152,7 @@ CAUSES = (
     " in your files, begin there.",
     cure="Repeat the command: a run goes on from its newest checkpoint. If it"
     " fails again, report the traceback and the versions.",
-    command="twinmesh --version",
+    code_block="twinmesh --version",
     of=(
       "launch.http.json_fields",
       "launch.report.trajectory_index",

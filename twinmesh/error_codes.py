@@ -8,21 +8,17 @@ errors of a cause. So a message is written where it is raised, and its code is
 found where it is printed: by `text` or `fail`, and nowhere else.
 """
 
-import difflib
 import sys
-import textwrap
 import traceback
 import types
-from collections.abc import Iterator
 from typing import NoReturn
 
-from twinmesh.error_causes import CAUSES, Cause
+from twinmesh.error_causes import CAUSES
 
 UNEXPECTED = "TM-X03"
 _TOPS = ("rl", "models", "envs", "launch", "configs", "twinmesh")
 _BY_CODE = {cause.code: cause for cause in CAUSES}
 _BY_PLACE = {place: cause.code for cause in CAUSES for place in cause.of}
-_BY_REPLY = {name: cause.code for cause in CAUSES for name in cause.replies}
 _WRONG_USE = 2
 
 
@@ -108,34 +104,3 @@ def fail(
   """
   print(text(error, code), file=sys.stderr)
   sys.exit(status)
-
-
-def explained(cause: Cause) -> Iterator[str]:
-  """Yields the paragraphs of a cause, of up to 80 columns."""
-  yield f"{cause.code}: {cause.title}"
-  yield textwrap.indent(cause.sees, "  ")
-  yield textwrap.fill(cause.why, 80, break_on_hyphens=False)
-  yield textwrap.fill(cause.cure, 80, break_on_hyphens=False)
-  if cause.command:
-    yield textwrap.indent(cause.command, "  ")
-
-
-def main() -> None:
-  """Explains the code that is named, or lists all: twinmesh explain TM-D01."""
-  names = sys.argv[1:]
-  if not names:
-    print("\n".join(f"{one.code}  {one.title}" for one in CAUSES))
-  for name in names:
-    if name in ("--help", "-h"):
-      print(main.__doc__)
-      continue
-    code = _BY_REPLY.get(name, name.upper())
-    if code not in _BY_CODE:
-      near = difflib.get_close_matches(code, _BY_CODE, 1)
-      out = f"did you mean {near[0]}?" if near else "leave it out to see all"
-      fail(f"there is no code {name}; {out}", "TM-C04")
-    print("\n\n".join(explained(_BY_CODE[code])))
-
-
-if __name__ == "__main__":
-  main()
