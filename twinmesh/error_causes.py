@@ -143,7 +143,7 @@ CAUSES = (
   Cause(
     code="TM-F02",
     title="The config file fails",
-    sees=("mine.py:2: NameError: name 'grpo' is not defined\nreturn grpo()"),
+    sees=("mine.py:2: NameError: name 'grpo' is not defined\n  return grpo()"),
     why="A config is a Python file that runs when it is loaded; it, or its"
     " get_config() or sweep(), has raised an exception at that line.",
     cure="Correct the line. A module that the file imports must be installed,"
@@ -509,7 +509,7 @@ CAUSES = (
   Cause(
     code="TM-W01",
     title="Weights do not fit the model, or are damaged",
-    sees=("qwen cannot be loaded:\nthe directory does not exist"),
+    sees=("qwen cannot be loaded:\n  the directory does not exist"),
     why="The files of the directory were compared with the model before"
     " anything was loaded: a tensor is missing, has another shape or type,"
     " holds NaN, or a file is cut short. All problems are listed at once.",
@@ -547,8 +547,8 @@ CAUSES = (
     cure="Copy the tokenizer of the same model again, or write a fast one with"
     " transformers. A task with a list of words needs none:"
     " --config.chat=words.",
-    code_block="python -c 'from transformers import AutoTokenizer as T;"
-    ' T.from_pretrained("DIR").save_pretrained("DIR")\'',
+    code_block="from transformers import AutoTokenizer\n"
+    'AutoTokenizer.from_pretrained("DIR").save_pretrained("DIR")',
     of=(
       "envs.base:words",
       "models.chat.hf_chat",
@@ -785,7 +785,7 @@ CAUSES = (
     title="The directory holds a run with other settings",
     sees=(
       "--workdir=runs/first holds a run with other settings:\n"
-      "seed: 0 -> 1\n"
+      "  seed: 0 -> 1\n"
       "go on with --config=runs/first/config.json, or choose another"
       " directory"
     ),
@@ -1034,7 +1034,8 @@ CAUSES = (
     why="A server beyond this machine answers only requests with a key. Keys"
     " are lines of a file, of 16 or more characters.",
     cure="Make a key, and give it to clients as api_key.",
-    code_block="python -c 'import secrets; print(secrets.token_urlsafe())' > keys",
+    code_block="python -c 'import secrets; print(secrets.token_urlsafe())'"
+    " > keys",
     of=("launch.http.access",),
   ),
   Cause(

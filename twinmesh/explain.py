@@ -1,6 +1,9 @@
 """Says what an error means, and what to do: twinmesh explain CODE.
 
-Without a code it lists all of them. The page docs/errors.md has the same.
+  twinmesh explain TM-D01
+  twinmesh explain          lists all codes
+
+The page docs/errors.md has the same.
 """
 
 import difflib

@@ -29,7 +29,6 @@ from models.chat import hf_chat, template
 from models.hf import config as hf_config
 from models.hf import load
 from rl.agents import sessions
-from rl.algorithms import algorithm
 from rl.backends import addresses, host
 from rl.data import packing
 from rl.engine import contract
@@ -125,10 +124,6 @@ def ready():
   dataclasses.replace(
     overlap.sync(4), consume="ready", max_staleness=2, wait_for_round=False
   ).validate()
-
-
-class NoClip:
-  """A loss of one's own that lacks a part of the protocol."""
 
 
 class OfSteps:
@@ -244,9 +239,6 @@ EXACT = {
     repeatable=True,
     placement=placement.Placement(learner_processes=2),
   )._validate_repeatable(),
-  "TM-S08": lambda: algorithm._validate_protocols(
-    algorithm.Algorithm(loss=NoClip())
-  ),
   "TM-S09": lambda: problem.Space(schedules=()).validate(),
   "TM-P02": lambda: placement.Placement(
     decode=placement.MeshSpec(first_device=0)

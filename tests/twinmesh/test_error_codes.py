@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.helpers import packages
-from twinmesh import error_codes
+from twinmesh import error_codes, top_packages
 from twinmesh.error_causes import CAUSES, THEMES
 
 CODES = [cause.code for cause in CAUSES]
@@ -97,6 +97,50 @@ def test_codes_are_short_unique_and_in_the_order_of_their_themes():
   letters = [code[3] for code in CODES]
   assert sorted(letters, key=[*THEMES].index) == letters
   assert {*letters} == {*THEMES}
+
+
+@pytest.mark.parametrize(
+  ("module", "function", "code"),
+  [
+    ("rl.algorithms.algorithm", "_validate_protocols", "TM-S08"),
+    ("rl.settings.checks", "divides", "TM-S06"),
+    ("rl.settings.checks", "_check", "TM-S04"),
+    ("rl.settings.checks.more", "divides", "TM-S04"),
+    ("rl.settings", "f", ""),
+    ("numpy", "f", ""),
+  ],
+)
+def test_the_nearest_of_function_module_and_packages_counts(
+  module, function, code
+):
+  assert error_codes.place_code(module, function) == code
+
+
+def raised_from(cause: BaseException | None, error: BaseException):
+  try:
+    raise error from cause
+  except BaseException as caught:
+    return caught
+
+
+def test_an_error_has_the_code_of_what_it_wraps():
+  inner = raised_from(None, top_packages.Shadowed("the package rl"))
+  assert error_codes.code_of(raised_from(inner, ValueError())) == "TM-X02"
+  assert error_codes.code_of(raised_from(OSError(), inner)) == "TM-X02"
+
+
+def test_what_nobody_foresaw_has_a_code_too():
+  assert error_codes.code_of(raised_from(None, ZeroDivisionError())) == "TM-X03"
+  # Of a library, or of a file of the user's.
+  assert error_codes.code_of(raised_from(None, ValueError())) == "TM-X03"
+
+
+def test_the_text_of_an_error_ends_with_its_code():
+  assert error_codes.text(top_packages.Shadowed("no rl")) == (
+    "error: no rl\nmore: twinmesh explain TM-X02"
+  )
+  with pytest.raises(KeyError):
+    error_codes.text("no rl", "TM-X99")
 
 
 def test_no_place_has_two_codes():
