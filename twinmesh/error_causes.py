@@ -1058,13 +1058,14 @@ CAUSES = (
     " out of its bounds, the key is wrong (401, invalid_api_key), or the"
     " request comes by a name or from a page that the server does not answer"
     " (403, 421).",
-    cure="`param` names the field. For 401 send Authorization: Bearer KEY; for"
+    cure="`param` names the field. Where the context is too long, send less or"
+    " ask for fewer tokens. For 401 send Authorization: Bearer KEY; for"
     " 421 start the server with --allow_host=NAME.",
     of=(
       "launch.http.json_fields:BadRequest",
       "models.chat.answer_grammar",
     ),
-    replies=("bad_request", "invalid_api_key"),
+    replies=("bad_request", "context_length_exceeded", "invalid_api_key"),
   ),
   Cause(
     code="TM-H05",

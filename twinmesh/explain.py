@@ -25,7 +25,7 @@ def main() -> None:
   """Prints the causes that are named, or all codes."""
   names = sys.argv[1:]
   if {"--help", "-h"} & {*names}:
-    print(__doc__.strip())
+    print((__doc__ or "").strip())
   elif not names:
     print("\n".join(f"{one.code}  {one.title}" for one in CAUSES))
   else:

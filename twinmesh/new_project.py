@@ -5,8 +5,8 @@ tests of both. All of it works before a line is changed.
 """
 
 import argparse
-import functools
 import pathlib
+from typing import NoReturn
 
 from twinmesh import error_codes
 
@@ -17,16 +17,19 @@ class NotNew(ValueError):
   """A directory that a project would overwrite."""
 
 
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    error_codes.fail(message, "TM-C02")
+
+
 def main() -> None:
   """Writes the project, and prints the commands that come next."""
-  parser = argparse.ArgumentParser(
+  parser = _Parser(
     prog="twinmesh new",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument("name", metavar="NAME", help="directory; must be new")
-  # The code is that of arguments, which argparse checks by itself.
-  parser.error = functools.partial(error_codes.fail, code="TM-C02")
   directory = pathlib.Path(parser.parse_args().name)
   try:
     write(directory)

@@ -18,6 +18,7 @@ _STATUS: dict[type[Exception], tuple[int, str]] = {
   sessions_lib.TooManySessions: (429, "too_many_sessions"),
   session_record.Unrecorded: (507, "unrecorded"),
 }
+_REFUSED = "bad_request"
 _RETRY_S = 2
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -41,11 +42,13 @@ async def reply(
   api = {"type": "error"} if path.endswith("/v1/messages") else {}
   if isinstance(error, json_fields.BadRequest):
     kind = _KINDS.get(error.status, "invalid_request_error")
-    body = openai_replies.error(str(error), kind, error.param, error.code)
+    code = error.code or _REFUSED
+    body = openai_replies.error(str(error), kind, error.param, code)
     asks = {"www-authenticate": "Bearer"} if error.status == 401 else None
     return responses.JSONResponse(api | body, error.status, asks)
   if isinstance(error, exceptions.HTTPException):
-    body = openai_replies.error(f"{request.method} {path}: {error.detail}")
+    text = f"{request.method} {path}: {error.detail}"
+    body = openai_replies.error(text, code=_REFUSED)
     return responses.JSONResponse(api | body, error.status_code, error.headers)
   status, code = _STATUS.get(type(error), (500, "internal_error"))
   kind = "invalid_request_error" if status < 500 else "server_error"

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import types
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from envs.suites import gymnasium
 from envs.tools import tools
 from launch import replay, status, sweep
 from launch.cli import config_file, flags, workdir
-from launch.gateway import session_record
+from launch.gateway import error_replies, session_record
 from launch.http import access, admission, http_server, json_fields
 from launch.report import log_check
 from launch.run import round_warnings
@@ -126,6 +126,12 @@ def ready():
   ).validate()
 
 
+class Mute:
+  """An environment of one's own without demonstrations."""
+
+  name = "mine"
+
+
 class OfSteps:
   """A reward of one's own that needs the environment."""
 
@@ -185,8 +191,9 @@ def taken_port():
 def row_without_a_field():
   pathlib.Path("train.jsonl").write_text('{"text": "a", "answer": "b"}\n')
   data = rows.Rows(data="train.jsonl", eval_data="train.jsonl")
-  question = {"prompt": "{question}", "answer": "answer"}
-  source = single_turn.SingleTurn(rows=data, **question)
+  source = single_turn.SingleTurn(
+    rows=data, prompt="{question}", answer="answer"
+  )
   source.validate()
 
 
@@ -258,7 +265,7 @@ EXACT = {
   "TM-E03": lambda: grading.refuse_stateful(OfSteps()),
   "TM-E05": lambda: tools.of(Untyped, frozenset()),
   "TM-E07": lambda: agents.OpenAI(command=("agent",)).validate(),
-  "TM-E08": lambda: base.demonstrator(types.SimpleNamespace(name="mine")),
+  "TM-E08": lambda: base.demonstrator(cast(Any, Mute())),
   "TM-D01": lambda: workdir.check_exists("runs/first"),
   "TM-D02": run_in_use,
   "TM-D03": lambda: workdir._check_ours(run_dir(metrics_jsonl="")),
@@ -320,3 +327,9 @@ def test_an_example_is_the_message_of_an_error_with_its_code(code):
 @pytest.mark.parametrize("code", ALIKE)
 def test_an_error_of_the_same_cause_has_the_code(code):
   assert error_codes.code_of(raised(ALIKE[code])) == code
+
+
+def test_every_code_of_a_reply_has_a_cause():
+  known = {name for cause in CAUSES for name in cause.replies}
+  given = {code for _, code in error_replies._STATUS.values()}
+  assert given | {error_replies._REFUSED, "internal_error"} <= known
