@@ -247,7 +247,8 @@ CAUSES = (
     title="A value is not of the type of its setting",
     sees=("--config.rounds=many: expected int"),
     why="A value is read as the type of its setting: numbers, true and false,"
-    " none, lists as 2,4, mappings as JSON, and objects as"
+    " none, lists as 2,4, mappings as JSON, and objects by one of the names"
+    " that the message lists, or as"
     " name(field=1).",
     cure="Give a value of the type that the message names. In a shell, put"
     " brackets and spaces in quotes:"
@@ -278,7 +279,8 @@ CAUSES = (
     title="A value is out of its bounds",
     sees="engine.slots=0 must be at least 1",
     why="The setting has this value from the config or the command line, and"
-    " nothing could work with it.",
+    " nothing could work with it. A class of your own may refuse one, too: in"
+    " its validate(), or when it is made.",
     cure="Choose a value within the bound. none turns off a setting that is"
     " optional.",
     of=(

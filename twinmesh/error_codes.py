@@ -22,18 +22,21 @@ _BY_PLACE = {place: cause.code for cause in CAUSES for place in cause.of}
 _WRONG_USE = 2
 
 
-def code_of(error: BaseException) -> str:
+def code_of(error: BaseException, other: str = UNEXPECTED) -> str:
   """Returns the code of an error that was raised.
 
   An error that wraps another, by `raise .. from`, has the code of that one, if
   it has one. A function counts before a class, and that before the module and
   its packages, which stand for ValueErrors only.
+
+  Args:
+    other: the code if none of these has one, as in code of the user's.
   """
   chain = [error]
   while (cause := chain[-1].__cause__) is not None and cause not in chain:
     chain.append(cause)
   codes = filter(None, map(_own_code, reversed(chain)))
-  return next(codes, UNEXPECTED)
+  return next(codes, other)
 
 
 def _own_code(error: BaseException) -> str:

@@ -48,6 +48,8 @@ _PRINT_CONFIG = absl_flags.DEFINE_bool(
   "Prints all settings as JSON, which --config=FILE.json takes, and ends.",
 )
 _HELP = "help"
+# A class of the user's has refused a value of its own.
+_REFUSED = "TM-S04"
 
 # absl has no flag whose name is open-ended, so parse() leaves them here.
 _overrides: dict[str, str | None] = {}
@@ -289,7 +291,7 @@ def exit_on_setting_error() -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    error_codes.fail(error)
+    error_codes.fail(error, error_codes.code_of(error, _REFUSED))
 
 
 def _split(path: str) -> tuple[pathlib.Path, str | None]:

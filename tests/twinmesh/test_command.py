@@ -57,7 +57,10 @@ def test_a_command_has_the_flags_and_errors_of_its_module(twinmesh):
 def test_an_unknown_command_gets_a_way_out(twinmesh, name, way_out):
   wrong = twinmesh(name)
   assert wrong.returncode == 2
-  assert wrong.stderr == f"error: there is no command {name}; {way_out}\n"
+  assert wrong.stderr == (
+    f"error: there is no command {name}; {way_out}\n"
+    "more: twinmesh explain TM-C04\n"
+  )
 
 
 @pytest.mark.process

@@ -50,4 +50,5 @@ def test_a_command_without_its_extra_ends_with_one_line(tmp_path, command):
   assert ended.returncode == 1
   assert ended.stderr == (
     "error: this needs the package uvicorn: pip install 'twinmesh[serve]'\n"
+    "more: twinmesh explain TM-X01\n"
   )

@@ -100,42 +100,47 @@ def test_a_program_takes_settings_in_every_form(tmp_path, config):
 
 
 @pytest.mark.parametrize(
-  ("arguments", "message"),
+  ("arguments", "message", "code"),
   [
     (
       ["--config.rollout.gruop_size=3"],
       "error: --config.rollout.gruop_size: no such setting;"
       " did you mean --config.rollout.group_size (int)?\n",
+      "TM-S01",
     ),
     (
       ["--config.rollout.group_size=1"],
       "error: group_size=1 must be at least 2\n",
+      "TM-S04",
     ),
     (
       ["--noconfig.name"],
       "error: --noconfig.name: str cannot be turned off; give it a value\n",
+      "TM-S02",
     ),
     (
       ["--config="],
       "error: --config is missing; name a file,"
       " as in --config=configs/NAME.py\n",
+      "TM-C02",
     ),
   ],
 )
-def test_wrong_setting_ends_with_code_2_and_one_line(
-  config, capsys, arguments, message
+def test_wrong_setting_ends_with_code_2_and_a_message(
+  config, capsys, arguments, message, code
 ):
   with flagsaver.flagsaver():
     flags.parse(["program", f"--config={config}", *arguments])
     with pytest.raises(SystemExit) as end, flags.exit_on_setting_error():
       flags.load_from_command_line()
+  message += f"more: twinmesh explain {code}\n"
   assert (end.value.code, *capsys.readouterr()) == (2, "", message)
 
 
-def test_an_unknown_flag_ends_as_absl_ends_it(config, capsys):
+def test_an_unknown_flag_ends_with_the_nearest(config, capsys):
   with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
     flags.parse(["program", f"--config={config}", "--verbosty=1"])
-  assert end.value.code == 1
+  assert end.value.code == 2
   assert "Did you mean: verbosity" in capsys.readouterr().err
 
 

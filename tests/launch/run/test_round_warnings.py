@@ -81,17 +81,18 @@ def test_a_metric_beyond_its_bound_is_told(warnings):
   assert warnings.after(metrics, [_group(OK)]) == [
     "round 3: entropy is 0.25, below 0.5"
   ]
-  assert warnings.hopeless == ""
+  assert warnings.hopeless is None
 
 
 def test_one_that_stays_beyond_a_bound_that_stops_is_hopeless(warnings):
   for number in (1, 2):
     metrics = _metrics(number, trained_tokens=8.0, logprob_gap_mean=0.2)
     assert warnings.after(metrics, [_group(OK)]) == []
-  assert warnings.hopeless.startswith(
+  assert isinstance(warnings.hopeless, round_warnings.OutOfBounds)
+  assert str(warnings.hopeless).startswith(
     "round 2: logprob_gap_mean is 0.2, above 0.1, for 2 rounds."
   )
-  assert "bounds.logprob_gap" in warnings.hopeless
+  assert "bounds.logprob_gap" in str(warnings.hopeless)
 
 
 def _after(warnings, *values):
@@ -127,15 +128,15 @@ def test_one_that_pauses_ends_the_run_when_the_bound_is_used_up(warnings):
 def test_a_few_such_rounds_in_a_row_are_hopeless(warnings):
   for number in (1, 2):
     assert warnings.after(_metrics(number), [_group(NAN)])
-  assert warnings.hopeless == ""
+  assert warnings.hopeless is None
   # A round that trains resets the count.
   assert warnings.after(_metrics(3, trained_tokens=8.0), [_group(NAN)]) == []
   for number in (4, 5):
     warnings.after(_metrics(number), [_group(NAN)])
-    assert warnings.hopeless == ""
+    assert warnings.hopeless is None
   warnings.after(_metrics(6), [_group(NAN)])
-  assert "because of faults: 3, and max_skipped=2" in warnings.hopeless
-  assert "reward_fault: Outcome returned nan" in warnings.hopeless
+  assert "because of faults: 3, and max_skipped=2" in str(warnings.hopeless)
+  assert "reward_fault: Outcome returned nan" in str(warnings.hopeless)
 
 
 def test_zero_variance_groups_are_told_once_and_are_never_hopeless(warnings):
@@ -144,7 +145,7 @@ def test_zero_variance_groups_are_told_once_and_are_never_hopeless(warnings):
   assert first[0].startswith("round 1 trained nothing: in 1 of 1 groups all ")
   for number in range(2, 9):
     assert warnings.after(_metrics(number, **equal), [_group(OK, OK)]) == []
-  assert warnings.hopeless == ""
+  assert warnings.hopeless is None
   warnings.after(_metrics(9, trained_tokens=8.0), [_group(OK, OK)])
   assert warnings.after(_metrics(10, **equal), [_group(OK, OK)])
 
