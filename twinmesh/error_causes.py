@@ -252,7 +252,7 @@ CAUSES = (
     " name(field=1).",
     cure="Give a value of the type that the message names. In a shell, put"
     " brackets and spaces in quotes:"
-    " --config.algorithm='gspo(group_size=8)'.",
+    " --config.algorithm='grpo(loss=gspo(clip_low=0.1))'.",
     of=("rl.settings.parsing",),
   ),
   Cause(
@@ -417,7 +417,8 @@ CAUSES = (
     code="TM-P03",
     title="The memory does not suffice",
     sees="engine: slots=64 for conversations of 32768 tokens take 12.0 GiB of a"
-    " device, where 9.1 GiB are left beside the weights",
+    " device, where 9.1 GiB are left beside the weights and training; lower"
+    " engine.slots, ..",
     why="Before a run starts, parameters, optimizer, activations and pages of"
     " keys and values are added up for each device, and compared with what it"
     " has.",
@@ -486,8 +487,8 @@ CAUSES = (
   Cause(
     code="TM-P07",
     title="A process of the run did not start",
-    sees="engine 0 ended with code 1; its log, runs/first/workers/engine_0.log,"
-    " ends: ..",
+    sees="engine 0 ended with code 1; its log, runs/first/engine_0.log, ends:\n"
+    "  ..",
     why="A process of an engine or of the learner ended, or did not connect in"
     " time. Its last lines, which the message repeats, say why: most often a"
     " missing package, too little memory, or another version of the code.",
@@ -505,7 +506,7 @@ CAUSES = (
     " as the learner; anything else would train on other probabilities than"
     " were sampled.",
     cure="Use the built-in engine, or the setting that the message names.",
-    code_block="twinmesh train --config=FILE --config.engine=builtin ..",
+    code_block="twinmesh train --config=FILE --config.engine=built_in ..",
     of=("rl.engine.sglang",),
   ),
   Cause(
@@ -671,7 +672,8 @@ CAUSES = (
   Cause(
     code="TM-E04",
     title="A reward that is computed elsewhere cannot be reached",
-    sees="reward: http://127.0.0.1:9000: nothing answers: Connection refused",
+    sees="reward: http://127.0.0.1:9000 cannot be reached: All"
+    " connection attempts failed",
     why="The reward is called over HTTP, as tasks of Ray or in processes, and"
     " was tried once before the first episode: nobody answers, the key is"
     " refused, or it computes another reward.",
@@ -697,7 +699,8 @@ CAUSES = (
   Cause(
     code="TM-E06",
     title="There is no sandbox on this machine",
-    sees="there is no bwrap here; install the package bubblewrap",
+    sees="code of a model runs in a sandbox of bubblewrap 0.8 or above: there"
+    " is no bwrap here\nInstall it with `apt-get install bubblewrap`. ..",
     why="Code that an agent wrote runs in a sandbox of bubblewrap: without"
     " network, within limits. It needs Linux on x86_64 or aarch64, bwrap and"
     " prlimit, and a kernel that lets users make namespaces.",
@@ -846,11 +849,14 @@ CAUSES = (
     code="TM-D08",
     title="The log of a run cannot be read",
     sees="runs/first/events.jsonl is missing; name the --workdir of a run",
-    why="The checks read events.jsonl and the compressed segments in events/."
-    " One is missing, is damaged, or was written by another version.",
+    why="The checks read events.jsonl and the compressed segments in events/,"
+    " and where retention.log_bytes deleted the oldest of them, the state that"
+    " stands in for these. One is missing, is damaged, or was written by"
+    " another version.",
     cure="Put the file back. The run itself does not need it: it goes on"
     " without, and only what the log proved is lost.",
     of=(
+      "launch.report.log_check",
       "launch.report.log_check:UnreadableLog",
       "launch.report.trajectory_index:NoTrajectory",
       "rl.runtime.segments:Damaged",
@@ -921,7 +927,8 @@ CAUSES = (
   Cause(
     code="TM-R02",
     title="All engines are lost",
-    sees="no engine is left: engine 0 failed 3 times: ..",
+    sees="all 2 engines have stopped, engine 1 because decoding raised"
+    " XlaRuntimeError('RESOURCE_EXHAUSTED: ..')",
     why="An engine that stops is started again, a few times"
     " (Recovery). This run has lost its last one for good; the"
     " message has its last words.",
@@ -934,7 +941,8 @@ CAUSES = (
   Cause(
     code="TM-R03",
     title="The learner is lost",
-    sees="learner 1 was lost: its connection ended",
+    sees="process 1 of the learner was lost between two commands: learner 1"
+    " ended with code -9; its log, runs/first/learner_1.log, ends:\n  ..",
     why="The processes of a learner work in step, and one of them has ended:"
     " killed, out of memory, or cut off.",
     cure="Read its log, in the run's directory, and repeat the command: it goes"
@@ -957,9 +965,9 @@ CAUSES = (
   Cause(
     code="TM-R05",
     title="A metric left its bound",
-    sees="logprob_gap_mean has been above 0.05 for 2 rounds: 0.31."
-    " docs/metrics.md tells what it means; bounds.logprob_gap sets the"
-    " limit, and what follows",
+    sees="round 7: logprob_gap_mean is 0.31, above 0.05, for 2 rounds."
+    " docs/metrics.md tells what it means; bounds.logprob_gap sets the limit,"
+    " and what follows",
     why="A metric that drifts so far says that what is trained can no longer be"
     " trusted: a gap between engine and learner, for instance, means that they"
     " compute different things. The round is saved.",
@@ -1007,7 +1015,8 @@ CAUSES = (
   Cause(
     code="TM-R09",
     title="The log of a run breaks a rule",
-    sees="a token of group 3 is neither trained nor dropped",
+    sees="group 50: neither trained nor dropped by version 4, though under way"
+    " since version 1",
     why="At its end a run checks its own event log: every token in one column"
     " of the ledger, versions that only rise, staleness within the bound. A"
     " line says what did not hold, and where.",

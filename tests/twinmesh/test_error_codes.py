@@ -19,6 +19,7 @@ HANDLED = {
   "envs.suites.openenv:_InvalidAction",
   "envs.tools.tools:_WrongCall",
   "launch.http.disconnect:ClientGone",
+  "launch.run.log_retention:_Ending",
   "launch.run.warm_start_files:WarmStartStopped",
   "rl.engine.sglang.scheduler_thread:_Closed",
   "rl.loop.coordinator:Stopped",
