@@ -17,7 +17,6 @@ from typing import Any
 STATIC = pathlib.Path(__file__).parent / "static"
 """The files of the page, as `launch.view` serves them."""
 
-_ENTRY = "frozen.js"
 _IMPORT = re.compile(r'^import [^;]*? from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(
   r"^export (?=const |function |async function |class )", re.M
@@ -27,15 +26,15 @@ _LINK = '<link rel="stylesheet" href="style.css">'
 _SCRIPT = '<script type="module" src="live.js"></script>'
 
 
-def page(title: str, data: Any) -> str:
+def page(title: str, data: Any, entry: str = "frozen.js") -> str:
   """Returns the page.
 
   Args:
     title: of the run, or of the sweep.
-    data: JSON data of frozen.js.
+    data: JSON data of the module `entry`.
   """
   style = (STATIC / "style.css").read_text("utf-8")
-  script = f"\n{bundle(_ENTRY)}"
+  script = f"\n{bundle(entry)}"
   policy = (
     f"default-src 'none'; script-src '{_digest(script)}'; "
     f"style-src '{_digest(style)}'; base-uri 'none'; form-action 'none'"

@@ -234,9 +234,13 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   }
 
 
-def _timeline(run: RunRecords) -> dict[str, Any]:
-  """Returns the spans as rows of numbers; of a long run, the middle."""
-  spans = sorted(run.spans, key=lambda span: span.start)
+def timeline(spans: Sequence[trace.Span], total: int) -> dict[str, Any]:
+  """Returns spans as rows of numbers, for timeline.js; of many, the middle.
+
+  Args:
+    total: number of spans of the whole run.
+  """
+  spans = sorted(spans, key=lambda span: span.start)
   start = max(0, (len(spans) - _MAX_SPANS) // 2)
   shown = spans[start : start + _MAX_SPANS]
   tracks = dict.fromkeys(["learner", "decode", "host"])
@@ -257,7 +261,7 @@ def _timeline(run: RunRecords) -> dict[str, Any]:
     "tracks": tracks,
     "names": names,
     "rows": rows,
-    "total": run.num_spans,
+    "total": total,
     "window": learning_curve.window(spans),
   }
 
@@ -308,7 +312,7 @@ def data(run: RunRecords) -> dict[str, Any]:
     "meanings": metric_docs.explain(list(columns)),
     "evaluations": run.evaluations,
     "warm_start": warm_start_section.section(run.warm_start),
-    "timeline": _timeline(run),
+    "timeline": timeline(run.spans, run.num_spans),
     "bubbles": _bubbles(run),
     "lags": {
       "counts": sorted(verdict.lags.items()) if verdict else [],

@@ -12,6 +12,7 @@ import collections
 import contextvars
 import heapq
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -203,9 +204,21 @@ def _report(
 def run(main: Coroutine[Any, Any, _T]) -> _T:
   """Returns the result of `main`, run from time 0 of a fresh virtual loop.
 
+  Where a loop runs already, as in a cell of a notebook, a thread of its own
+  has the virtual one.
+
   Raises:
     Deadlock: names the tasks that wait for each other.
   """
+  try:
+    asyncio.get_running_loop()
+  except RuntimeError:
+    return _run(main)
+  with futures.ThreadPoolExecutor(1, "virtual-clock") as thread:
+    return thread.submit(_run, main).result()
+
+
+def _run(main: Coroutine[Any, Any, _T]) -> _T:
   with asyncio.Runner(loop_factory=EventLoop) as runner:
     return runner.run(main)
 

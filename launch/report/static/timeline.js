@@ -172,7 +172,8 @@ function drawLane(pen, { track, lane, top, height, spans, bubbles = [] },
   width) {
   const { tracks, names } = timeline.data.timeline;
   const name = tracks[track];
-  const known = ["learner", "decode"].includes(name) ? name : "host";
+  // Of several engines each has a track: "decode 0", "decode 1".
+  const known = ["learner", "decode"].find((mesh) => name.startsWith(mesh));
   pen.textAlign = "left";
   pen.globalAlpha = 1;
   pen.fillStyle = colour("ink");
@@ -180,7 +181,7 @@ function drawLane(pen, { track, lane, top, height, spans, bubbles = [] },
   pen.fillStyle = colour("well");
   pen.fillRect(LABELS, top, width - LABELS, height);
   drawBubbles(pen, bubbles, top, height, width);
-  const fill = colour(known), paper = colour("card");
+  const fill = colour(known ?? "host"), paper = colour("card");
   let covered = LABELS, drawn = 0;
   const first = firstEndingAfter(spans, timeline.view[0]);
   for (let i = first; i < spans.length; i++) {

@@ -23,6 +23,17 @@ def test_time_begins_at_0_and_jumps_to_the_next_timer():
   assert time.monotonic() - real < 60.0
 
 
+def test_a_loop_that_runs_already_is_not_in_the_way():
+  async def main():
+    await asyncio.sleep(3600.0)
+    return now()
+
+  async def cell():
+    return virtual_clock.run(main())
+
+  assert asyncio.run(cell()) == pytest.approx(3600.0, abs=1e-6)
+
+
 def test_timers_fire_in_the_order_of_their_times():
   order = []
 
