@@ -38,9 +38,8 @@ from rl.algorithms import (
   token_advantages,
 )
 from rl.algorithms import kl as kl_lib
-from rl.testing import tabular
-from tests.helpers import tabular_estimates
-from tests.helpers.tabular_estimates import Rule
+from rl.testing import tabular, tabular_estimates
+from rl.testing.tabular_estimates import Rule
 
 LAGS = {f"lag {lag}": tabular.old(lag) for lag in range(5)}
 LAGS["mixed"] = tabular.MIXED
@@ -185,7 +184,7 @@ def measure_estimator(estimator: advantages.Estimator) -> Direction:
   played = played.reshape(-1, _GROUP_SIZE)
   every = tabular_estimates.members()
 
-  def estimates(own: advantages.Estimator) -> tabular_estimates.Estimates:
+  def estimates(own: advantages.Estimator) -> tabular_estimates.GroupGradients:
     per_update = _GROUPS_PER_UPDATE if own.scope == "batch" else None
     return tabular_estimates.of_groups(
       Rule(loss=losses.Reinforce()),

@@ -36,8 +36,8 @@ from rl.algorithms import (
 )
 from rl.algorithms import kl as kl_lib
 from rl.testing import tabular
-from tests.helpers import tabular_estimates as estimates_lib
-from tests.helpers.tabular_estimates import Rule
+from rl.testing import tabular_estimates as estimates_lib
+from rl.testing.tabular_estimates import Rule
 
 pytestmark = pytest.mark.compiled
 
@@ -280,13 +280,15 @@ def test_as_a_loss_k1_has_no_gradient_on_average():
 # 1e5 sampled episodes in groups.
 
 
-def assert_unbiased(found: estimates_lib.Estimates, truth: np.ndarray) -> None:
+def assert_unbiased(
+  found: estimates_lib.GroupGradients, truth: np.ndarray
+) -> None:
   errors = estimates_lib.compare(found, truth)
   assert np.abs(errors.standard).max() <= 3
   assert errors.chance >= THREE_SIGMA
 
 
-def assert_biased(found: estimates_lib.Estimates) -> None:
+def assert_biased(found: estimates_lib.GroupGradients) -> None:
   """Whatever the factor: against the nearest multiple of the gradient."""
   factor = np.sum(found.mean * oracle()) / np.sum(oracle() ** 2)
   errors = estimates_lib.compare(found, factor * oracle())

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from benchmarks import estimator_bias
-from rl.testing import tabular
-from tests.helpers import tabular_estimates
+from rl.testing import tabular, tabular_estimates
 
 pytestmark = pytest.mark.compiled
 

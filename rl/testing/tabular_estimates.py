@@ -116,7 +116,7 @@ class Rule:
   aggregate: loss_aggregation.Aggregate = RETURN
 
 
-class Estimates(NamedTuple):
+class GroupGradients(NamedTuple):
   """Gradients of groups, up the objective, not yet divided by counts."""
 
   sums: Float64[np.ndarray, "N S A"]
@@ -147,7 +147,7 @@ def of_groups(
   played: Int[np.ndarray, "N G"],
   lags: Int[np.ndarray, "M T"],
   advantages: Float64[np.ndarray, "N G T"],
-) -> Estimates:
+) -> GroupGradients:
   """Returns the gradient that the trained policy gets from each group.
 
   Args:
@@ -184,7 +184,7 @@ def of_groups(
     -np.asarray(slopes, np.float64).reshape(-1, tabular.PLACES),
   )
   sums = per_member.reshape(num, size, *per_member.shape[1:]).sum(1)
-  return Estimates(sums, np.asarray(counts, np.float64))
+  return GroupGradients(sums, np.asarray(counts, np.float64))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -289,8 +289,8 @@ def kl_loss_gradient(
 
 
 def controlled(
-  found: Estimates,
-  unbiased: Estimates,
+  found: GroupGradients,
+  unbiased: GroupGradients,
   oracle: Float64[np.ndarray, "S A"],
 ) -> tuple[Float64[np.ndarray, "S A"], float]:
   """Returns a better mean of estimates, and the standard error of its size.
@@ -309,7 +309,9 @@ def controlled(
   return fitted[0].reshape(oracle.shape), float(error)
 
 
-def compare(found: Estimates, oracle: Float64[np.ndarray, "S A"]) -> Errors:
+def compare(
+  found: GroupGradients, oracle: Float64[np.ndarray, "S A"]
+) -> Errors:
   """Returns the errors of the mean; groups are what is independent.
 
   The count is random too: the error of the quotient is that of its linear part
