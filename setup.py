@@ -69,6 +69,13 @@ SGLANG = ["sglang-jax==0.0.2"]
 LINT = ["ruff>=0.12", "pyright[nodejs]>=1.1.400"]
 # It is in the lock, so that what builds the package is as fixed as the rest.
 BUILD = ["setuptools>=77"]
+# Pictures of notebooks, and what executes them: make notebooks.
+NOTEBOOKS = [
+  "matplotlib>=3.9",
+  "jupytext>=1.16",
+  "nbclient>=0.10",
+  "ipykernel>=6.29",
+]
 DOCS = ["mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"]
 
 TOPS = ("configs", "envs", "launch", "models", "rl", "twinmesh")
@@ -153,6 +160,7 @@ setuptools.setup(
     "test": TEST,
     "lint": LINT,
     "docs": DOCS,
-    "all": [*TEST, *LINT, *DOCS, *BUILD],
+    "notebooks": NOTEBOOKS,
+    "all": [*TEST, *LINT, *DOCS, *NOTEBOOKS, *BUILD],
   },
 )
