@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs interop agents sglang reasoning bfcl openenv backends xm trackers wheels lock clean
+.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs notebooks interop agents sglang reasoning bfcl openenv backends xm trackers wheels lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -13,6 +13,7 @@ help:
 	@echo 'make fuzz    search the seams for examples that fail, with new ones'
 	@echo 'make lint    check style and types'
 	@echo 'make docs    build the documentation into site/'
+	@echo 'make notebooks  execute notebooks/*.py, keep them as .ipynb'
 	@echo 'make interop load what we export in transformers, in an environment apart'
 	@echo 'make agents  play agents of other packages, in an environment apart'
 	@echo 'make sglang  run the tests of sglang-jax as an engine, in an environment apart'
@@ -76,6 +77,9 @@ docs: .venv/ready
 	@$(python) -m scripts.make_docs --check
 	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
 	@echo site/index.html
+
+notebooks: .venv/ready
+	@$(python) -m scripts.make_notebooks $(ARGS)
 
 # Apart: it needs other versions of packages than those that it audits.
 .venv-audit/ready:
