@@ -1,8 +1,8 @@
 """Guarded calls of user code: in time and checked, or a Fault.
 
-guarded: call -> _run in its own task -> under a deadline -> check -> value
-                   |                       |
-                   +-- a future: no task   +-- too late -> _leave_behind
+guarded: call -> _run in its own task --+-> under a deadline -> check -> value
+           |                            |       |
+           +-- a future: no task -------+       +-- too late -> _leave_behind
 """
 
 import asyncio
@@ -56,10 +56,10 @@ async def guarded(
 ) -> _T:
   """Returns the checked result of user code, or raises Fault.
 
-  The call has a task of its own, which begins at once and, when the call gives
-  a plain future of this loop, ends at once too. A call that is late, or whose
-  caller is cancelled, is cancelled and left behind: waiting for it would let
-  code that catches its cancellation overrun the deadline.
+  What the call gives is awaited in a task of its own, which begins at once; a
+  plain future of this loop needs none. A call that is late, or whose caller is
+  cancelled, is cancelled and left behind: waiting for it would let code that
+  catches its cancellation overrun the deadline.
 
   Args:
     call: makes the awaitable; it may raise or return nonsense too.
@@ -77,17 +77,15 @@ async def guarded(
     if watchdog is None
     else watchdog.track(owner=owner, what=what + of, deadline_s=deadline_s)
   ):
-    given: list[asyncio.Future[Any]] = []
-    work = asyncio.Task(_run(call, answer, given), loop=loop, **_EAGER)
+    work = _begin(call, answer)
     if not answer.done():
       timer = loop.call_at(due_s, _give, answer, None)
       try:
         await answer
       finally:
         timer.cancel()
-        for one in (work, *given):
-          if not one.done():
-            _leave_behind(one, set() if late is None else late)
+        if not work.done():
+          _leave_behind(work, set() if late is None else late)
   outcome = answer.result()
   if outcome is None:
     raise Fault(f"{what} took over {deadline_s:g} s")
@@ -102,25 +100,34 @@ async def guarded(
     raise Fault(f"{what} returned what raised {reason(error)}") from error
 
 
-async def _run(
+def _begin(
   call: Callable[[], Awaitable[Any]],
   answer: asyncio.Future[_Outcome | None],
-  given: list[asyncio.Future[Any]],
-) -> None:
-  """Gives the value of a call and None, or None and its exception.
-
-  Caught here, since asyncio ends the loop when a task raises SystemExit.
-
-  Args:
-    given: gets the future that the call gives, if that gives the value later.
-  """
+) -> asyncio.Future[Any]:
+  """Begins a call that gives its outcome; returns what gives it later."""
+  loop = answer.get_loop()
   try:
     work = call()
-    if _is_pending(work, answer.get_loop()):
-      given.append(work)
-      work.add_done_callback(functools.partial(_give_result, answer))
-    else:
-      _give(answer, (await work, None))
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:
+    _give(answer, (None, error))
+    return answer
+  if _is_pending(work, loop):
+    work.add_done_callback(functools.partial(_give_result, answer))
+    return work
+  return asyncio.Task(_run(work, answer), loop=loop, **_EAGER)
+
+
+async def _run(
+  work: Awaitable[Any], answer: asyncio.Future[_Outcome | None]
+) -> None:
+  """Gives the value of an awaitable and None, or None and its exception.
+
+  Caught here, since asyncio ends the loop when a task raises SystemExit.
+  """
+  try:
+    _give(answer, (await work, None))
   except KeyboardInterrupt:
     raise
   except BaseException as error:

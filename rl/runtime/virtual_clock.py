@@ -29,11 +29,31 @@ class Deadlock(RuntimeError):
   """Tasks wait for each other, and no timer will ever wake them."""
 
 
+class _Handle(asyncio.Handle):
+  """A callback of `EventLoop`: asyncio's own, which nobody debugs."""
+
+  __slots__ = ()
+  _repr = _source_traceback = None
+
+  def __init__(
+    self,
+    callback: Callable[..., object],
+    args: Sequence[Any],
+    loop: "EventLoop",
+    context: contextvars.Context | None,
+  ):
+    self._callback = callback
+    self._args = args
+    self._loop = loop
+    self._context = context or contextvars.copy_context()
+    self._cancelled = False
+
+
 class _Timer(asyncio.TimerHandle):
   """A timer of `EventLoop`: asyncio's own, without its calls of `super`."""
 
   __slots__ = ()
-  _repr = _source_traceback = None  # For nobody debugs in virtual time.
+  _repr = _source_traceback = None
 
   def __init__(
     self,
@@ -115,7 +135,7 @@ class EventLoop(asyncio.SelectorEventLoop):
   ) -> asyncio.Handle:
     """Returns the handle of a callback; see `asyncio.AbstractEventLoop`."""
     loop: Any = self
-    handle = asyncio.Handle(callback, args, self, context)
+    handle = _Handle(callback, args, self, context)
     loop._ready.append(handle)
     return handle
 
