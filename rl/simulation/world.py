@@ -221,6 +221,18 @@ class _Environment:
     hosts: that it needs a slot of.
   """
 
+  # As of `SimulatedEngine`.
+  __slots__ = (
+    "_draws",
+    "_hosts",
+    "_left",
+    "_member",
+    "_place",
+    "_play",
+    "_steps",
+    "admit",
+  )
+
   def __init__(
     self,
     draws: workload_lib.Draws,
