@@ -25,6 +25,7 @@ from websockets.asyncio import client
 from launch.cli import config_file, flags, jax_setup, parent
 from rl.remote import joining, workers
 from rl.settings import overrides
+from twinmesh import error_codes
 
 _NORMAL = 1000
 
@@ -52,7 +53,11 @@ async def work(socket: client.ClientConnection, data: str) -> int:
 async def _work_for_parent() -> int:
   told = json.loads(sys.stdin.readline())
   parent.watch(lambda: os._exit(0))
-  return await work(*await workers.connect(**told))
+  try:
+    socket, data = await workers.connect(**told)
+  except workers.NotStarted as error:
+    error_codes.fail(error, status=1)
+  return await work(socket, data)
 
 
 async def _join(run_dir: pathlib.Path, pool: str) -> int:

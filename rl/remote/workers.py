@@ -42,6 +42,7 @@ SILENCE_S = 30.0
 """Time without an answer to a heartbeat after which a process counts as lost.
 Programs are compiled in threads that hold Python's lock for seconds."""
 _HELLO_S = 10.0
+_ANSWER_S = 600.0  # The run may stand still; if it ends, so does its worker.
 _CLOSE_S = 5.0
 _LEAVE_S = 30.0
 """Time in which a worker that is let go ends by itself."""
@@ -381,9 +382,14 @@ async def connect(
   """Returns a worker's connection to its coordinator, and its task.
 
   Raises:
-    OSError, websockets.WebSocketException: nothing answers, or it refuses.
+    NotStarted: nothing answers, or it refuses.
   """
-  return await _ask(address, token, {"name": name}, _HELLO_S)
+  try:
+    return await _ask(address, token, {"name": name}, _ANSWER_S)
+  except (OSError, websockets.WebSocketException) as error:
+    raise NotStarted(
+      f"{name} cannot join the run at {address}: {error}"
+    ) from error
 
 
 async def join(
@@ -414,6 +420,7 @@ async def _ask(
 ) -> tuple[websockets_client.ClientConnection, Any]:
   socket = await websockets_client.connect(
     address,
+    open_timeout=wait_s or _HELLO_S,
     additional_headers={"Authorization": f"Bearer {token}"},
     compression=None,
     max_size=MAX_MESSAGE,

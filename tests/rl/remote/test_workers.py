@@ -70,6 +70,15 @@ def test_nobody_without_the_token_is_heard(given):
   assert play(scenario) is False
 
 
+def test_a_worker_that_is_refused_says_so_in_words():
+  async def scenario(others, address):
+    del others
+    with pytest.raises(workers.NotStarted, match=r"cannot join .* 401"):
+      await workers.connect(address, "0" * 64, "engine 0")
+
+  play(scenario)
+
+
 @pytest.mark.parametrize(
   ("hello", "words"),
   [
