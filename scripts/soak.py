@@ -4,22 +4,27 @@
 
 Each trial is a small run under a random schedule, with or without a warm start,
 with its engine here or in a process of its own, some with the learner in two
-processes. At a random moment, at a publish or at a checkpoint it is
+processes, some with processes of environments and rewards. At a random moment,
+at a publish or at a checkpoint it is
 
   killed, terminated   and the same command is given again
-  stopped              for some seconds, as a machine that sleeps
+  stopped              for some seconds, as a machine that sleeps, or for longer
+                       than a wait of the run may last
   full, out of files   no file may grow further, or no other be opened
+  read-only            nothing may be opened for writing, moved or made
 
   moved in time        the clock of its Python code, `time.time`, jumps a day
-                       ahead and two back; a module that the trial puts before
-                       all others does that, as setting a clock takes root
+                       ahead and two back
 
-or one or all of the processes of engine and learner are killed or stopped. Some
-are hurt while they write their report, after the last of a few rounds. Then the
-run must go on for three rounds, its metrics must have each round once, its log
-must keep all promises with a ledger error of 0, no output may be a traceback,
-and no process may be left. Logs are in many segments, of which the oldest are
-deleted. Deadlines grow with the load of the machine.
+or some of its processes, those of engine and learner, of environments or of
+rewards, are killed or stopped. A module that a trial puts before all others
+moves the clock and refuses to write, as root alone could do otherwise. Some are
+hurt in their warm start, others while they write their report, after the last
+of a few rounds. Then the run must go on for three rounds, its metrics must have
+each round once, its log must keep all promises with a ledger error of 0, no
+output may be a traceback, and no process may be left. Logs are in many
+segments, of which the oldest are deleted. Deadlines grow with the load of the
+machine.
 
 Other trials kill a repeatable run, let it end, and compare its last checkpoint
 with that of one that was not killed: they must have the same bits.
@@ -56,28 +61,59 @@ _ROUNDS_MORE = 3
 _LATEST_S = 40.0
 _PUBLISH, _CHECKPOINT = ", at a publish", ", at a checkpoint"
 _PLACES = (" at any moment", _PUBLISH, _CHECKPOINT)
+_WARM_START = ", in its warm start"
 _STOPPED_S = 8.0
+_SHORT_WAITS = {
+  "rollout.step_s": "1",
+  "rollout.grading.deadline_s": "1",
+}
+_WAIT_S, _TOO_LONG_S = 30.0, 40.0
 _END_S = machine_speed.scaled(200.0)
 _REPORT_S = 3.0
 _DAY_S = 86400.0
 _REPEATABLE = 0.15
 """Share of the trials that compare bits."""
+_GUESTS = {
+  "environment": (
+    "envs.workers.Processes(source=guess_the_number(high=20, turns=5))"
+  ),
+  "reward": "envs.offload.process_pool.ProcessPool(reward=outcome())",
+}
 _REPEATS = {
   "rounds": "6",
   "repeatable": "true",
   "retention.checkpoint_every": "1",
   "overlap.max_staleness": "2",
 }
-# Python imports a module of this name before all others. The offset is mapped,
-# so that reading it costs nothing and takes no further file.
-_CLOCK = """
-import mmap, os, struct, time
-with open(os.environ["SOAK_CLOCK"], "rb") as file:
-  _offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
+# Python imports a module called sitecustomize before all others. The state is
+# mapped, so that reading it costs nothing and takes no further file.
+_MODULE = """
+import builtins, errno, io, mmap, os, struct, time
+with open(os.environ["SOAK_STATE"], "rb") as file:
+  _state = mmap.mmap(file.fileno(), 9, access=mmap.ACCESS_READ)
 _time, _time_ns = time.time, time.time_ns
-time.time = lambda: _time() + struct.unpack("d", _offset)[0]
-time.time_ns = lambda: _time_ns() + int(1e9 * struct.unpack("d", _offset)[0])
+_ahead_s = lambda: struct.unpack_from("d", _state)[0]
+time.time = lambda: _time() + _ahead_s()
+time.time_ns = lambda: _time_ns() + int(1e9 * _ahead_s())
+
+def _refusing(function, writes=lambda *args, **kwargs: True):
+  def call(path, *args, **kwargs):
+    run = os.environ["SOAK_RUN"]
+    if _state[8] and not isinstance(path, int) and writes(*args, **kwargs):
+      if os.path.abspath(os.fsdecode(path)).startswith(run):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+    return function(path, *args, **kwargs)
+  return call
+
+builtins.open = io.open = _refusing(
+  io.open, lambda mode="r", *args, **kwargs: not {*"wax+"}.isdisjoint(mode)
+)
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+os.open = _refusing(os.open, lambda flags, *args, **kwargs: flags & _WRITES)
+for _name in ("mkdir", "remove", "rename", "replace", "rmdir", "unlink"):
+  setattr(os, _name, _refusing(getattr(os, _name)))
 """
+_STATE = struct.Struct("d?")  # The offset of the clock; whether disks are full.
 
 
 class Broken(Exception):
@@ -104,10 +140,10 @@ def trial(number: int) -> bool:
     return _repeat(number, rng.uniform(0.5, _LATEST_S))
   schedule = rng.choice(list(guess_number_schedules.SCHEDULES))
   is_remote, is_warm = rng.random() < 0.4, rng.random() < 0.4
-  is_split = rng.random() < 0.2
-  has_workers = is_remote or is_split
+  is_split, has_guests = rng.random() < 0.2, rng.random() < 0.2
+  has_workers = is_remote or is_split or has_guests
   way = rng.choice([*_WAYS, *(_WAYS_OF_WORKERS if has_workers else ())])
-  place = rng.choice(_PLACES)
+  place = rng.choice([*_PLACES, *([_WARM_START] if is_warm else ())])
   is_report = rng.random() < 0.15
   after_s = (
     rng.uniform(0, _REPORT_S) if is_report else rng.uniform(0.5, _LATEST_S)
@@ -115,6 +151,7 @@ def trial(number: int) -> bool:
   title = (
     f"{number:4} {schedule:15} {'warm start' if is_warm else '':10} "
     f"{'process' if is_remote else '':7} {'split' if is_split else '':5} "
+    f"{'guests' if has_guests else '':6} "
     f"{way.__name__:15} {after_s:4.1f} s"
     f"{' into its report' if is_report else place}"
   )
@@ -135,13 +172,19 @@ def trial(number: int) -> bool:
   if is_split:
     settings["placement.learner.data"] = "2"
     settings["placement.learner_processes"] = "2"
+  if has_guests:
+    settings |= _GUESTS
+  if way is stopped_too_long:
+    settings |= _SHORT_WAITS
   workdir = pathlib.Path(tempfile.mkdtemp(prefix="soak_"))
   config = f"{_CONFIG}:{schedule}"
   command = commands.train(workdir, settings, config)
   few = {"rounds": str(_ROUNDS_MORE)} if is_report else {}
+  if way is stopped_too_long:
+    few["progress_timeout_s"] = f"{_WAIT_S:g}"
   hurt = commands.train(workdir, settings | few, config)
   try:
-    with _clock():
+    with _in_hand(workdir):
       _hurt(hurt, way, after_s, workdir, "" if is_report else place)
       _go_on(command, workdir)
   except Broken as error:
@@ -190,20 +233,28 @@ def _repeat(number: int, after_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def _clock() -> Iterator[None]:
-  """Lets `clock_jumped` move the clock of runs that begin meanwhile."""
-  with tempfile.TemporaryDirectory(prefix="soak_clock_") as directory:
-    pathlib.Path(directory, "sitecustomize.py").write_text(_CLOCK)
-    pathlib.Path(directory, "offset").write_bytes(struct.pack("d", 0.0))
+def _in_hand(workdir: pathlib.Path) -> Iterator[None]:
+  """Lets `_set` change clock and disk of runs that begin meanwhile."""
+  with tempfile.TemporaryDirectory(prefix="soak_state_") as directory:
+    pathlib.Path(directory, "sitecustomize.py").write_text(_MODULE)
     before = dict(os.environ)
     paths = [directory, before.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.environ["SOAK_CLOCK"] = f"{directory}/offset"
+    os.environ["SOAK_RUN"] = str(workdir)
+    os.environ["SOAK_STATE"] = f"{directory}/state"
+    _set()
     try:
       yield
     finally:
       os.environ.clear()
       os.environ.update(before)
+
+
+def _set(*, clock_s: float = 0.0, read_only: bool = False) -> None:
+  path = pathlib.Path(os.environ["SOAK_STATE"])
+  path.touch()
+  with path.open("r+b") as file:  # Which processes have mapped.
+    file.write(_STATE.pack(clock_s, read_only))
 
 
 def _hurt(
@@ -217,7 +268,7 @@ def _hurt(
 
   Args:
     place: one of `_PLACES`, which comes after the time; "" is the report, and
-      then the time counts from the last round.
+      then the time counts from the last round. The warm start comes before it.
   """
   with _begun(command) as process:
     seen: set[int] = set()
@@ -227,8 +278,12 @@ def _hurt(
         time.monotonic() + _END_S,
         lambda: processes.rounds(workdir) >= _ROUNDS_MORE,
       )
+    if place == _WARM_START:
+      after_s /= 10  # The whole takes some seconds.
+      _wait_for(place, process, workdir)
     seen |= _workers_until(process, time.monotonic() + after_s)
-    _wait_for(place, process, workdir)
+    if place != _WARM_START:
+      _wait_for(place, process, workdir)
     if process.poll() is None and not way(process):
       time.sleep(_STOPPED_S)  # It goes on, and is asked to end.
       process.terminate()
@@ -240,11 +295,13 @@ def _hurt(
 def _wait_for(
   place: str, process: subprocess.Popen[str], workdir: pathlib.Path
 ) -> None:
-  """Waits until a run publishes, or writes a checkpoint."""
-  if place not in (_PUBLISH, _CHECKPOINT):
+  """Waits until a run publishes, writes a checkpoint or begins to learn."""
+  if place not in (_PUBLISH, _CHECKPOINT, _WARM_START):
     return
 
   def state() -> object:
+    if place == _WARM_START:
+      return (workdir / "warm_start.jsonl").exists()
     if place == _CHECKPOINT:
       return sorted((workdir / "checkpoints").glob("*"))
     return processes.rounds(workdir)  # They are counted beside the publish.
@@ -258,6 +315,7 @@ def _wait_for(
 
 def _go_on(command: list[str], workdir: pathlib.Path) -> None:
   """Gives the command again, and checks the run after a few more rounds."""
+  _set()
   before = processes.rounds(workdir)
   with _begun(command) as process:
     deadline_s = time.monotonic() + _END_S
@@ -315,8 +373,8 @@ def _output(process: subprocess.Popen[str]) -> str:
 
 
 def _check_output(output: str) -> None:
-  if "Traceback" in output:
-    raise Broken(f"a traceback: {output[-4000:]}")
+  if (start := output.find("Traceback")) >= 0:
+    raise Broken(f"a traceback: {output[max(0, start - 1000) : start + 3000]}")
 
 
 def _check_gone(pids: set[int] | list[int]) -> None:
@@ -345,6 +403,19 @@ def stopped(process: subprocess.Popen[str]) -> bool:
   return False
 
 
+def stopped_too_long(process: subprocess.Popen[str]) -> bool:
+  """Lets no time pass for the run, for longer than its waits may last."""
+  _stop(process.pid, _TOO_LONG_S)
+  return False
+
+
+def read_only(process: subprocess.Popen[str]) -> bool:
+  """Lets the run write no file, make none and move none."""
+  del process
+  _set(read_only=True)
+  return False
+
+
 def full(process: subprocess.Popen[str]) -> bool:
   """Lets no file of the run grow beyond 4 kB."""
   limits = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
@@ -364,44 +435,51 @@ def out_of_files(process: subprocess.Popen[str]) -> bool:
 
 def clock_jumped(process: subprocess.Popen[str]) -> bool:
   """Moves the clock of the run ahead by a day, and back by two."""
-  del process  # It and its workers have the offset of the trial.
-  path = pathlib.Path(os.environ["SOAK_CLOCK"])
+  del process  # It and its workers have the clock of the trial.
   for offset_s in (_DAY_S, -_DAY_S):
-    with path.open("r+b") as file:
-      file.write(struct.pack("d", offset_s))
+    _set(clock_s=offset_s)
     time.sleep(_STOPPED_S / 2)
   return False
 
 
 def workers_killed(process: subprocess.Popen[str]) -> bool:
-  """Kills the processes of engine and learner that are up."""
+  """Kills the processes of the run that are up."""
   for worker in processes.workers_of(process):
     os.kill(worker, signal.SIGKILL)
   return False
 
 
 def one_worker_killed(process: subprocess.Popen[str]) -> bool:
-  """Kills one process of engine or learner, the newest that is up."""
+  """Kills one process of the run, the newest that is up."""
   for worker in processes.workers_of(process)[-1:]:
     os.kill(worker, signal.SIGKILL)
   return False
 
 
 def workers_stopped(process: subprocess.Popen[str]) -> bool:
-  """Lets no time pass for engine and learner, for some seconds."""
+  """Lets no time pass for the processes of the run, for some seconds."""
   for worker in processes.workers_of(process):
     _stop(worker)
   return False
 
 
-def _stop(pid: int) -> None:
+def _stop(pid: int, seconds: float = _STOPPED_S) -> None:
   with contextlib.suppress(ProcessLookupError):
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(_STOPPED_S)
+    time.sleep(seconds)
     os.kill(pid, signal.SIGCONT)
 
 
-_WAYS = (killed, terminated, stopped, full, out_of_files, clock_jumped)
+_WAYS = (
+  killed,
+  terminated,
+  stopped,
+  stopped_too_long,
+  full,
+  read_only,
+  out_of_files,
+  clock_jumped,
+)
 _WAYS_OF_WORKERS = (workers_killed, one_worker_killed, workers_stopped)
 
 

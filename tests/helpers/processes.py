@@ -8,6 +8,7 @@ import time
 from rl.audit import event_log
 from tests.helpers import machine_speed
 
+_WORKERS = (b"launch.worker", b"envs.worker_process", b"envs.offload")
 DEADLINE_S = machine_speed.scaled(200)
 
 
@@ -36,7 +37,7 @@ def workers_of(process) -> list[int]:
       with contextlib.suppress(OSError):
         for pid in (task / "children").read_text().split():
           words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-          if b"launch.worker" in words:
+          if any(name in words for name in _WORKERS):
             found.append(int(pid))
   return found
 
