@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 pytest.importorskip("math_verify")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _no_process_is_left():
   yield
   while math_process._idle:
