@@ -28,7 +28,7 @@ MODELS = (
   *("llama3", "llama3_tied"),
 )
 LOGITS = 2e-5  # Absolute; the largest logit is 5.
-GRADIENT = 1e-4  # Of the largest entry of a parameter's gradient.
+GRADIENT = 5e-5  # Of the largest entry of a parameter's gradient.
 # Which of the sequences of 9, 1, 14, 5 and 7 tokens share a row.
 ALONE = ((0,), (1,), (2,), (3,), (4,))
 PACKED = ((0, 1, 2), (3, 4))
@@ -63,7 +63,7 @@ def sequences(expected, key):
 
 
 def lay_out(expected, rows):
-  """Returns tokens, positions, segments and targets, and who lies where.
+  """Returns tokens, positions, segments and targets, and (who, where) of each.
 
   Rows are padded by 2, and padding has a token and a position like any other.
   """
@@ -72,7 +72,7 @@ def lay_out(expected, rows):
   tokens = np.full((len(rows), width), 3, np.int32)
   positions, segments = np.ones_like(tokens), np.zeros_like(tokens)
   targets = np.full_like(tokens, -1)
-  places = {}
+  places = []
   for r, row in enumerate(rows):
     start = 0
     for number, i in enumerate(row, 1):
@@ -82,31 +82,36 @@ def lay_out(expected, rows):
       targets[at] = sequences(expected, "targets")[i]
       positions[at] = np.arange(lengths[i])
       segments[at] = number
-      places[i] = at
+      places.append((i, at))
   arrays = map(jnp.asarray, (tokens, positions, segments, targets))
   return *arrays, places
 
 
-@pytest.mark.parametrize("rows", [ALONE, PACKED], ids=["prefill", "packed"])
+def check_logits(name, states, places):
+  config, params, expected = golden(name)
+  model = policy_lib.of(config).bind(params)
+  logits = np.asarray(logprobs_lib.logits(model.terms(states)))
+  wanted = sequences(expected, "logits")
+  for i, at in places:
+    np.testing.assert_allclose(logits[at], wanted[i], 0, LOGITS)
+
+
 @pytest.mark.parametrize(
   "hidden", [HIDDEN, small_models.hidden], ids=["jit", "eager"]
 )
-def test_rows_have_the_logits_of_transformers(name, rows, hidden):
+def test_rows_have_the_logits_of_transformers(name, hidden):
   config, params, expected = golden(name)
-  tokens, positions, segments, _, places = lay_out(expected, rows)
-  states, _ = hidden(params, config, tokens, positions, segments)
-  model = policy_lib.of(config).bind(params)
-  logits = logprobs_lib.logits(model.terms(states))
-  for i, wanted in enumerate(sequences(expected, "logits")):
-    np.testing.assert_allclose(logits[places[i]], wanted, 0, LOGITS)
+  *arrays, _, places = lay_out(expected, ALONE + PACKED)
+  states, _ = hidden(params, config, *arrays)
+  check_logits(name, states, places)
 
 
 @pytest.mark.parametrize(
   ("sizes", "feed"),
   [
-    ((5, 5, 2, 1, 1), FEED),
+    ((5, 5, 1, 1, 1, 1), FEED),
     ((1,) * 14, FEED),
-    ((8, 6), small_models.feed),
+    ((7, 7), small_models.feed),
   ],
   ids=["chunks", "one-by-one", "chunks-eager"],
 )
@@ -135,10 +140,7 @@ def test_cached_decoding_has_the_logits_of_transformers(name, sizes, feed):
       (count, size) if size > 1 else (0, 1),
     )
     states.append(state.reshape(count, size, -1))
-  model = policy_lib.of(config).bind(params)
-  logits = logprobs_lib.logits(model.terms(jnp.concatenate(states, 1)))
-  for i, wanted in enumerate(sequences(expected, "logits")):
-    np.testing.assert_allclose(logits[places[i]], wanted, 0, LOGITS)
+  check_logits(name, jnp.concatenate(states, 1), places)
 
 
 def loss(params, config, tokens, positions, segments, targets):
@@ -158,8 +160,9 @@ def loss(params, config, tokens, positions, segments, targets):
   ids=["jit", "eager"],
 )
 def test_gradients_are_those_of_transformers(name, wrap):
+  # Each sequence counts twice, alone and in company, so the mean is the same.
   config, params, expected = golden(name)
-  *arrays, _ = lay_out(expected, PACKED)
+  *arrays, _ = lay_out(expected, ALONE + PACKED)
   found = numpy_decoder.checkpoint(
     wrap(jax.grad(loss))(params, config, *arrays)
   )
