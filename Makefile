@@ -134,7 +134,7 @@ reasoning: .venv/reasoning
 	@touch $@
 
 bfcl: .venv/bfcl
-	@$(pytest) tests/envs/suites/test_bfcl.py $(ARGS)
+	@$(python) -m pytest tests/envs/suites/test_bfcl.py $(ARGS)
 
 # SQLAlchemy and alembic are the database that a tracker is tested with.
 .venv/trackers: .venv/ready
@@ -152,7 +152,7 @@ trackers: .venv/trackers
 	@touch $@
 
 openenv: .venv-openenv/ready
-	@TWINMESH_OPENENV=.venv-openenv/bin/python $(pytest) \
+	@TWINMESH_OPENENV=.venv-openenv/bin/python $(python) -m pytest \
 	  tests/envs/suites/test_openenv.py $(ARGS)
 
 .venv-backends/ready: .venv/ready scripts/setup_backends.sh setup.py
@@ -173,8 +173,9 @@ xm: .venv/ready .venv-xm/ready
 	  tests/rl/backends tests/launch/test_sweep.py tests/launch/test_xm.py \
 	  -k xm $(ARGS)
 
+PYTHONS =
 wheels: .venv/ready
-	@$(python) -m scripts.try_wheel $(ARGS)
+	@$(python) -m scripts.try_wheel $(PYTHONS:%=--python=%) $(ARGS)
 
 lock: .venv/ready
 	@$(python) -m pip install --quiet --disable-pip-version-check uv
