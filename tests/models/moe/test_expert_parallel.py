@@ -24,9 +24,11 @@ CONFIG = config_lib.tiny_moe(
 )
 
 
+# Batches and weights are of numpy: of arrays of jax every slice that goes to a
+# device, and every value made from them, would be a program.
 def noise(seed, *shape):
   values = np.random.default_rng(seed).normal(size=shape)
-  return jnp.asarray(0.3 * values, jnp.float32)
+  return (0.3 * values).astype(np.float32)
 
 
 def weights(config):
@@ -71,26 +73,25 @@ def agree(got, want, tolerance=1e-5):
 
 def batches():
   """Yields (name, x, copies, chosen) of one shape, easy ones and others."""
-  x, ones = noise(5, TOKENS, WIDTH), jnp.ones(TOKENS, jnp.int32)
-  free = jnp.full((TOKENS, 2), -1, jnp.int32)
+  x, ones = noise(5, TOKENS, WIDTH), np.ones(TOKENS, np.int32)
+  free = np.full((TOKENS, 2), -1, np.int32)
   yield "spread", x, ones, free
   # All on experts 0 and 1, which one device has wherever experts are split.
   yield (
     "same experts",
     x,
     ones,
-    jnp.tile(jnp.array([[1, 0]], jnp.int32), (TOKENS, 1)),
+    np.tile(np.array([[1, 0]], np.int32), (TOKENS, 1)),
   )
-  yield "same token", jnp.tile(x[:1], (TOKENS, 1)), ones, free
+  yield "same token", np.tile(x[:1], (TOKENS, 1)), ones, free
   # Padding on whole devices, which may hold anything.
-  some = jnp.arange(TOKENS) < 100
-  padded = jnp.where(some[:, None], x, jnp.nan)
-  yield "padding", padded, 3 * some.astype(jnp.int32), free
+  some = np.arange(TOKENS) < 100
+  padded = np.where(some[:, None], x, np.nan)
+  yield "padding", padded, 3 * some.astype(np.int32), free
   yield "nothing", x, 0 * ones, free
-  recorded = jnp.asarray(
-    np.random.default_rng(6).random((TOKENS, 8)).argsort(1)[:, :2], jnp.int32
-  )
-  yield "replay", x, ones, jnp.where(some[:, None], recorded, -1)
+  recorded = np.random.default_rng(6).random((TOKENS, 8)).argsort(1)
+  recorded = recorded[:, :2].astype(np.int32)
+  yield "replay", x, ones, np.where(some[:, None], recorded, -1)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,7 @@ def test_tokens_travel_in_the_dtype_of_the_model(dtype, name):
 @pytest.mark.parametrize("count", [1, 6])
 def test_a_few_tokens_need_not_divide_over_the_devices(count):
   layout = layout_of((2, 2, 2))
-  x, ones = noise(5, count, WIDTH), jnp.ones(count, jnp.int32)
+  x, ones = noise(5, count, WIDTH), np.ones(count, np.int32)
   target = noise(7, count, WIDTH)
   args = (weights(CONFIG), x, ones, None, target)
   agree(stepper(CONFIG, layout)(*args), stepper(CONFIG, None)(*args))
@@ -204,7 +205,7 @@ def test_bfloat16_agrees_up_to_its_rounding():
   config = dataclasses.replace(CONFIG, compute=compute)
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights(config))
   x = noise(5, TOKENS, WIDTH).astype(jnp.bfloat16)
-  ones, target = jnp.ones(TOKENS, jnp.int32), noise(7, TOKENS, WIDTH) / 20
+  ones, target = np.ones(TOKENS, np.int32), noise(7, TOKENS, WIDTH) / 20
   args = (params, x, ones, None, target)
   # Partial sums over devices are rounded to 8 bits each: 2^-8 of values and
   # gradients of up to 4.
@@ -226,7 +227,7 @@ def test_adapters_are_split_as_their_experts_are():
   params["router"]["lora"] = {"kernel": of_router}
   settings = lora.Lora(rank=3, alpha=3.0, targets=(*adapters, "router"))
   config = dataclasses.replace(CONFIG, lora=settings)
-  x, ones = noise(5, TOKENS, WIDTH), jnp.ones(TOKENS, jnp.int32)
+  x, ones = noise(5, TOKENS, WIDTH), np.ones(TOKENS, np.int32)
   args = (params, x, ones, None, noise(7, TOKENS, WIDTH))
   agree(stepper(config, layout)(*args), stepper(config, None)(*args))
 
@@ -249,7 +250,7 @@ def test_interpreted_kernels_are_refused_on_a_mesh():
   config = dataclasses.replace(CONFIG, compute=compute)
   with pytest.raises(ValueError, match=r"experts=pallas .* use auto"):
     small_models.moe(config).bind(weights(config))(
-      noise(5, 8, WIDTH),
+      jnp.asarray(noise(5, 8, WIDTH)),
       jnp.ones(8, jnp.int32),
       layout_of((8, 1, 1)),
     )
