@@ -55,20 +55,7 @@ def get_config():
     ),
   )
 """
-TINY = {
-  "rounds": "1",
-  "model.vocab_size": "32",
-  "model.num_layers": "1",
-  "model.d_model": "32",
-  "engine.slots": "32",
-  "engine.row_buckets": "32,",
-  "engine.chunk_buckets": "8,",
-  "overlap.groups_per_round": "2",
-  "overlap.groups_per_microbatch": "2",
-  "batch.rows": "8",
-  "warm_start": "none",
-  "evaluation.episodes": "0",
-}
+TINY = commands.TINY | {"rounds": "1", "evaluation.episodes": "0"}
 
 
 @pytest.fixture(autouse=True)
