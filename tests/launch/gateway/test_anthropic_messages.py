@@ -1,8 +1,8 @@
 """The Messages API, asked by an unchanged client of the `anthropic` package."""
 
+import importlib
 from typing import Any
 
-import anthropic
 import pytest
 
 from launch.gateway import anthropic_messages
@@ -18,6 +18,11 @@ ADD = {
 }
 
 
+def package():
+  """Returns `anthropic`: two seconds of imports, left to who runs this file."""
+  return importlib.import_module("anthropic")
+
+
 @pytest.fixture(scope="module")
 def served():
   with openai_server.serve(HF) as server:
@@ -26,7 +31,7 @@ def served():
 
 def client(server, session="", **settings):
   path = f"/sessions/{session}" if session else ""
-  return anthropic.Anthropic(
+  return package().Anthropic(
     base_url=server.address + path,
     api_key="none",
     **{"max_retries": 0, "timeout": 20.0, **settings},
@@ -133,7 +138,7 @@ def test_a_stop_sequence_and_the_limit_of_tokens_are_told(served):
   ],
 )
 def test_what_cannot_be_done_is_refused_by_name(served, fields, words):
-  with pytest.raises(anthropic.BadRequestError, match=words) as caught:
+  with pytest.raises(package().BadRequestError, match=words) as caught:
     ask(served, "Hi", **fields)
   body: Any = caught.value.body
   assert body["type"] == "error"
