@@ -24,22 +24,21 @@ needs_devices = pytest.mark.skipif(
 
 
 def draw(*shape, seed=0, dtype=jnp.float32):
-  values = np.random.default_rng(seed).normal(size=shape)
-  return jnp.asarray(values, dtype)
+  # Of numpy, as slices of it are no programs.
+  return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 def tokens(batch, length, heads=4, kv_heads=2, width=8, **kwargs):
   """Returns queries, keys and values."""
-  return tuple(
+  return [
     draw(batch, length, num, width, seed=seed, **kwargs)
     for seed, num in enumerate((heads, kv_heads, kv_heads))
-  )
+  ]
 
 
 def segment_ids(rows=SEGMENTS):
-  return jnp.array(
-    [[i for i, size in row for _ in range(size)] for row in rows], jnp.int32
-  )
+  ids = [[i for i, size in row for _ in range(size)] for row in rows]
+  return jnp.asarray(np.array(ids, np.int32))
 
 
 def whole(q, k, v, token_mask, form, **kwargs):
@@ -61,14 +60,17 @@ def softmax(q, k, v, sees):
   return out
 
 
-def gradients(attend, args, cotangent):
-  """Returns the result, and gradients of q, k and v; jitted as one."""
+def pull_back(attend, args, cotangent):
+  """Returns the result, and gradients of q, k and v."""
+  out, pull = jax.vjp(attend, *args)
+  return out, *pull(cotangent)
 
-  def both(*args):
-    out, pull = jax.vjp(attend, *args)
-    return out, *pull(cotangent)
 
-  return jax.jit(both)(*args)
+@functools.partial(jax.jit, static_argnames=("form", "block", "layout"))
+def gradients(args, token_mask, cotangent, form, **options):
+  """`pull_back` of `whole`, as one program for all tests of one shape."""
+  attend = functools.partial(whole, token_mask=token_mask, form=form, **options)
+  return pull_back(attend, args, cotangent)
 
 
 def assert_close(actual, expected, rtol):
@@ -82,7 +84,7 @@ def assert_close(actual, expected, rtol):
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_mixes_what_came_before_it_in_its_segment(form, wrap):
-  q, k, v = tokens(2, LENGTH)
+  q, k, v = map(jnp.asarray, tokens(2, LENGTH))
   segments = segment_ids()
   ids = np.asarray(segments)
   attend = wrap(
@@ -98,10 +100,7 @@ def test_gradients_are_those_of_the_reference(form):
   token_mask = mask.packed_mask(segment_ids())
   cotangent = draw(*args[0].shape, seed=9)
   actual, expected = (
-    gradients(
-      functools.partial(whole, token_mask=token_mask, form=f), args, cotangent
-    )
-    for f in (form, "reference")
+    gradients(args, token_mask, cotangent, f) for f in (form, "reference")
   )
   for a, e in zip(actual, expected, strict=True):
     assert_close(a, e, 1e-5)
@@ -113,17 +112,13 @@ def test_a_packed_row_is_its_segments_one_by_one(form):
   row = SEGMENTS[0]
   token_mask = mask.packed_mask(segment_ids([row]))
   cotangent = draw(*args[0].shape, seed=9)
-  packed = gradients(
-    functools.partial(whole, token_mask=token_mask, form=form), args, cotangent
-  )
+  packed = jax.device_get(gradients(args, token_mask, cotangent, form))
   start = 0
   for _, size in row:
     at = np.s_[:, start : start + size]
     alone = mask.packed_mask(jnp.ones((1, size), jnp.int32))
     expected = gradients(
-      functools.partial(whole, token_mask=alone, form="reference"),
-      [x[at] for x in args],
-      cotangent[at],
+      [x[at] for x in args], alone, cotangent[at], "reference"
     )
     for a, e in zip(packed, expected, strict=True):
       assert_close(a[at], e, 1e-5)
@@ -136,15 +131,15 @@ def test_huge_values_of_other_segments_and_of_the_future_do_not_leak(form):
   segments = segment_ids([((1, 40), (2, 60), (0, 28))])
   # The last token of segment 2, all of segment 1 and of padding.
   at = np.r_[0:40, 99:128]
-  planted = (q, k.at[:, at].set(1e30), v.at[:, at].set(-1e30))
+  planted = [q, k.copy(), v.copy()]
+  planted[1][:, at], planted[2][:, at] = 1e30, -1e30
   seen = np.s_[:, 40:99]
-  cotangent = jnp.zeros_like(q).at[seen].set(draw(1, 59, 4, 8, seed=9))
+  cotangent = np.zeros_like(q)
+  cotangent[seen] = draw(1, 59, 4, 8, seed=9)
   token_mask = mask.packed_mask(segments)
   clean, dirty = (
-    gradients(
-      functools.partial(whole, token_mask=token_mask, form=form), x, cotangent
-    )
-    for x in ((q, k, v), planted)
+    jax.device_get(gradients(x, token_mask, cotangent, form))
+    for x in ([q, k, v], planted)
   )
   for a, e in zip(dirty, clean, strict=True):
     np.testing.assert_array_equal(a[seen], e[seen])
@@ -161,21 +156,20 @@ def test_members_that_share_a_prompt_are_as_with_a_prompt_each(form):
     jnp.array([numbers], jnp.int32),
     jnp.array([np.repeat(parents, sizes)], jnp.int32),
   )
-  shared = gradients(
-    functools.partial(whole, token_mask=token_mask, form=form, block=4),
-    args,
-    cotangent,
-  )
+  shared = jax.device_get(gradients(args, token_mask, cotangent, form, block=4))
   total = [np.zeros_like(x) for x in shared]
   for number, parent in zip((2, 3, 4), parents[1:], strict=True):
     at = np.flatnonzero((numbers == number) | (numbers == parent))
     alone = mask.packed_mask(jnp.ones((1, at.size), jnp.int32))
     # The prompt's own output is asked for once, not by every member.
     own = (numbers[at] == number) | (number == 2)
-    out, *grads = gradients(
-      functools.partial(whole, token_mask=alone, form="reference"),
-      [x[:, at] for x in args],
-      cotangent[:, at] * own[:, None, None],
+    out, *grads = jax.device_get(
+      gradients(
+        [x[:, at] for x in args],
+        alone,
+        cotangent[:, at] * own[:, None, None],
+        "reference",
+      )
     )
     total[0][:, at[own]] = out[:, own]
     for summed, grad in zip(total[1:], grads, strict=True):
@@ -186,14 +180,10 @@ def test_members_that_share_a_prompt_are_as_with_a_prompt_each(form):
 
 @pytest.mark.parametrize("form", ANY_TOKENS)
 def test_a_cache_and_fresh_tokens_are_as_whole_rows(form):
-  q, k, v = tokens(2, 24)
-  cotangent = draw(*q.shape, seed=9)
+  args = tokens(2, 24)
+  cotangent = draw(*args[0].shape, seed=9)
   token_mask = mask.packed_mask(jnp.ones((2, 24), jnp.int32))
-  expected = gradients(
-    functools.partial(whole, token_mask=token_mask, form="reference"),
-    (q, k, v),
-    cotangent,
-  )
+  expected = jax.device_get(gradients(args, token_mask, cotangent, "reference"))
   # 17 tokens are in a cache of 20, the other 7 are fresh, in another order.
   done, order = 17, np.array([3, 0, 6, 1, 5, 2, 4])
   fresh = done + order
@@ -215,7 +205,9 @@ def test_a_cache_and_fresh_tokens_are_as_whole_rows(form):
     ]
     return attention.attend(q[:, fresh], new, sources, form=form, block=6)
 
-  out, *grads = gradients(attend, (q, k, v), cotangent[:, fresh])
+  out, *grads = jax.device_get(
+    jax.jit(functools.partial(pull_back, attend))(args, cotangent[:, fresh])
+  )
   assert_close(out, expected[0][:, fresh], 1e-5)
   # dq of the fresh; dk and dv miss what the old queries added.
   assert_close(grads[0][:, fresh], expected[1][:, fresh], 1e-5)
@@ -227,9 +219,7 @@ def test_a_cache_and_fresh_tokens_are_as_whole_rows(form):
 def test_one_token_alone_gets_its_own_value(form):
   q, k, v = tokens(3, 1)
   token_mask = mask.packed_mask(jnp.ones((3, 1), jnp.int32))
-  out, dq, _, dv = gradients(
-    functools.partial(whole, token_mask=token_mask, form=form), (q, k, v), q
-  )
+  out, dq, _, dv = gradients([q, k, v], token_mask, q, form)
   # Heads 0 and 1 read kv head 0, heads 2 and 3 read kv head 1.
   np.testing.assert_allclose(out, np.repeat(v, 2, 2), rtol=1e-6)
   np.testing.assert_allclose(dq, 0, atol=1e-6)
@@ -242,13 +232,12 @@ def test_bfloat16_errs_by_its_own_rounding_only(form):
   args = tokens(2, LENGTH, dtype=jnp.bfloat16)
   token_mask = mask.packed_mask(segment_ids())
   cotangent = draw(*args[0].shape, seed=9, dtype=jnp.bfloat16)
-  actual = gradients(
-    functools.partial(whole, token_mask=token_mask, form=form), args, cotangent
-  )
+  actual = gradients(args, token_mask, cotangent, form)
   expected = gradients(
-    functools.partial(whole, token_mask=token_mask, form="reference"),
     [x.astype(jnp.float32) for x in args],
+    token_mask,
     cotangent.astype(jnp.float32),
+    "reference",
   )
   for a, e in zip(actual, expected, strict=True):
     assert a.dtype == jnp.bfloat16
@@ -278,25 +267,16 @@ def mesh_layout(data, expert, tensor, **rules):
 def test_a_mesh_gathers_nothing_and_changes_nothing(form):
   layout = mesh_layout(2, 2, 2)
   args = tokens(4, LENGTH)
-  segments = segment_ids(SEGMENTS + SEGMENTS)
+  token_mask = mask.packed_mask(segment_ids(SEGMENTS + SEGMENTS))
   cotangent = draw(*args[0].shape, seed=9)
-
-  def attend(q, k, v, segments, cotangent, layout):
-    token_mask = mask.packed_mask(segments)
-    out, pull = jax.vjp(
-      lambda q, k, v: whole(q, k, v, token_mask, form, layout=layout), q, k, v
-    )
-    return out, *pull(cotangent)
-
-  run = jax.jit(attend, static_argnames="layout")
-  expected = run(*args, segments, cotangent, layout=None)
+  expected = gradients(args, token_mask, cotangent, form)
   wide = layout.sharding("batch", None, "heads", None)
   placed = (
-    *jax.device_put(args, wide),
-    jax.device_put(segments, layout.sharding("batch")),
+    jax.device_put(args, wide),
+    jax.device_put(token_mask, layout.sharding("batch")),
     jax.device_put(cotangent, wide),
   )
-  program = run.lower(*placed, layout=layout).compile()
+  program = gradients.lower(*placed, form=form, layout=layout).compile()
   for a, e in zip(program(*placed), expected, strict=True):
     assert a.sharding.shard_shape(a.shape)[::2] == (1, a.shape[2] // 2)
     assert_close(a, e, 1e-6)
@@ -312,12 +292,13 @@ def test_devices_that_share_a_row_agree_with_one(form):
   layout = sharding.Layout(sharding.make_mesh(data=2, tensor=2, context=2))
   args = tokens(4, LENGTH)
   token_mask = mask.packed_mask(segment_ids(SEGMENTS + SEGMENTS))
-  attend = functools.partial(whole, token_mask=token_mask, form=form)
-  expected = gradients(attend, args, args[0])
-  attend = functools.partial(attend, layout=layout)
-  actual = gradients(attend, args, args[0])
+  expected = gradients(args, token_mask, args[0], form)
+  actual = gradients(args, token_mask, args[0], form, layout=layout)
   for a, e in zip(actual, expected, strict=True):
     assert_close(a, e, 2e-6)
+  attend = functools.partial(
+    whole, token_mask=token_mask, form=form, layout=layout
+  )
   wide = layout.sharding("batch", "length", "heads", None)
   program = jax.jit(attend).lower(*jax.device_put(args, wide)).compile()
   out = program(*jax.device_put(args, wide))
@@ -340,11 +321,9 @@ def test_axes_that_the_mesh_does_not_divide_stay_whole(layout_args):
   layout = mesh_layout(*layout_args[0], **layout_args[1])
   args = tokens(3, 10)
   token_mask = mask.packed_mask(jnp.ones((3, 10), jnp.int32))
-  attend = functools.partial(
-    whole, token_mask=token_mask, form="blockwise", block=4
-  )
-  expected = gradients(attend, args, args[0])
-  actual = gradients(functools.partial(attend, layout=layout), args, args[0])
+  run = functools.partial(gradients, form="blockwise", block=4)
+  expected = run(args, token_mask, args[0])
+  actual = run(args, token_mask, args[0], layout=layout)
   for a, e in zip(actual, expected, strict=True):
     assert_close(a, e, 1e-6)
 
@@ -369,17 +348,14 @@ def test_a_kernel_of_the_gpu_agrees_with_the_reference(form):
   token_mask = mask.packed_mask(segment_ids())
   cotangent = draw(*args[0].shape, seed=9, dtype=jnp.bfloat16)
   actual, expected = (
-    gradients(
-      functools.partial(whole, token_mask=token_mask, form=f), args, cotangent
-    )
-    for f in (form, "reference")
+    gradients(args, token_mask, cotangent, f) for f in (form, "reference")
   )
   for a, e in zip(actual, expected, strict=True):
     assert_close(a.astype(jnp.float32), e.astype(jnp.float32), 0.02)
 
 
 def test_a_form_that_cannot_is_refused_and_not_chosen():
-  q, k, v = tokens(1, LENGTH)
+  q, k, v = map(jnp.asarray, tokens(1, LENGTH))
   alone = jnp.ones((1, LENGTH), jnp.int32)
   shared = mask.packed_mask(alone, alone * mask.NO_PARENT)
   with pytest.raises(
