@@ -99,6 +99,22 @@ def _forward(params: Any, tokens: Any, config: config_lib.ModelConfig) -> Any:
   return logprobs.logits(model.terms(hidden))[0]
 
 
+def _logits(
+  ids: Sequence[int], seed: int, config: config_lib.ModelConfig
+) -> np.ndarray:
+  padded = np.zeros((1, config.max_length), np.int32)
+  padded[0, : len(ids)] = ids
+  return np.asarray(_forward(weights(seed, config), padded, config))[: len(ids)]
+
+
+@functools.cache
+def _greedy(
+  ids: tuple[int, ...], seed: int, config: config_lib.ModelConfig
+) -> int:
+  """The most probable next id; tests, and engines, ask for the same ones."""
+  return int(_logits(ids, seed, config)[-1].argmax())
+
+
 @dataclasses.dataclass
 class Served:
   """A running engine, the event loop on which it lives, and its weights.
@@ -138,18 +154,16 @@ class Served:
   ) -> np.ndarray:
     """Those of a plain forward pass over whole conversations."""
     version = self.version if version is None else version
-    padded = np.zeros((1, self.config.max_length), np.int32)
-    padded[0, : len(ids)] = ids
-    params = weights(version % 5, self.config)
-    return np.asarray(_forward(params, padded, self.config))[: len(ids)]
+    return _logits(ids, version % 5, self.config)
 
   def greedy(
     self, prompt: Sequence[int], count: int, version: int | None = None
   ) -> list[int]:
     """The most probable answer, by a forward pass for each token."""
+    version = self.version if version is None else version
     ids = [*map(int, prompt)]
     for _ in range(count):
-      ids.append(int(self.logits(ids, version)[-1].argmax()))
+      ids.append(_greedy(tuple(ids), version % 5, self.config))
     return ids[len(prompt) :]
 
   def logprobs(
@@ -158,7 +172,9 @@ class Served:
     """What a forward pass says of an answer; 0 is the plain distribution."""
     ids = [*prompt, *tokens]
     scaled = self.logits(ids) / (temperature or 1.0)
-    all_ = np.asarray(jax.nn.log_softmax(jnp.asarray(scaled)))
+    # Not by jax, which compiles programs for each length.
+    scaled -= scaled.max(-1, keepdims=True)
+    all_ = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
     return all_[np.arange(len(prompt) - 1, len(ids) - 1), np.asarray(tokens)]
 
   def request(
