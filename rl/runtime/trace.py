@@ -20,6 +20,7 @@ Arg = int | float | str
 Interval = tuple[float, float]
 
 _FLUSH_EVERY = 1000
+_ADD_UP_EVERY = 1000
 _MAX_CHROME = 200_000
 
 
@@ -195,6 +196,9 @@ class TrackOverlap:
     return self.both_s / shorter if shorter else 0.0
 
 
+_NO_OVERLAP = TrackOverlap(first_s=0.0, second_s=0.0, both_s=0.0)
+
+
 def overlap(
   spans: Sequence[Span], first: str = "learner", second: str = "decode"
 ) -> TrackOverlap:
@@ -222,24 +226,37 @@ def is_work(span: Span) -> bool:
 class Meter:
   """Measures the overlap of work from one `take` to the next.
 
-  Append `add` to the listeners of a trace; any thread may call it. A span
-  counts where it ends, so work across a `take` loses its overlap with earlier
-  work.
+  Append `add` to the listeners of a trace; any thread may call it. Every
+  thousand spans are added up and forgotten, so memory is flat. A span counts
+  where it ends: work that goes on while others are added up, or taken, loses
+  its overlap with them.
   """
 
   def __init__(self):
+    self._adding_up = threading.Lock()
     self._spans: list[Span] = []
+    self._total = _NO_OVERLAP
 
   def add(self, span: Span) -> None:
     """Counts a span of work."""
     if is_work(span):
       self._spans.append(span)
+      if len(self._spans) >= _ADD_UP_EVERY:
+        with self._adding_up:
+          self._add_up()
 
   def take(self) -> TrackOverlap:
     """Returns the overlap since the last call, and forgets it."""
+    with self._adding_up:
+      self._add_up()
+      total, self._total = self._total, _NO_OVERLAP
+    return total
+
+  def _add_up(self) -> None:
     fresh = self._spans[:]
+    self._total += overlap(fresh)
+    # Other threads append behind these meanwhile.
     del self._spans[: len(fresh)]
-    return overlap(fresh)
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:

@@ -1,7 +1,9 @@
 """Ends of a run in one process: stalls, faults, non-finite gradients."""
 
 import asyncio
+import collections
 import dataclasses
+import gc
 import json
 import signal
 from typing import ClassVar
@@ -300,6 +302,40 @@ def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):
   # The same command finds nothing left to do.
   assert local.train(tree, run_dir) == 0
   assert "going on after the warm start" in capsys.readouterr().out
+
+
+class Census:
+  """A reward that counts the objects of the process, every 20 rounds."""
+
+  stateless = True
+
+  def __init__(self):
+    self.counts: list[collections.Counter[str]] = []
+    self._episodes = 0
+
+  async def __call__(self, task, transcripts):
+    self._episodes += len(transcripts)
+    a_round = SCHEDULE.groups_per_round * LIMITS.group_size
+    if self._episodes % (20 * a_round) == 0:
+      gc.collect()
+      kinds = map(type, gc.get_objects())
+      self.counts.append(
+        collections.Counter(
+          kind.__name__ for kind in kinds if kind.__module__.startswith("rl.")
+        )
+      )
+    return await rewards.Outcome()(task, transcripts)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_nothing_of_the_rounds_that_are_over(run_dir, monkeypatch):
+  monkeypatch.setattr(trace, "_ADD_UP_EVERY", 20)
+  census = Census()
+  assert local.train(experiment(reward=census, rounds=100), run_dir) == 0
+  # After 20, 40, 60, 80 and 100 rounds.
+  before, *_, after = census.counts
+  # One object a round would be 80; what is under way at a time differs less.
+  assert max((after - before).values(), default=0) < 80
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tests of rl/runtime/trace.py; every expected second is worked out by hand."""
 
 import contextlib
+import gc
 import json
 import threading
 import time
@@ -137,6 +138,18 @@ def test_a_meter_measures_what_ended_since_it_was_last_asked():
   meter.add(trace.Span("learner", "update", 10.0, 11.0))
   total = first + meter.take()
   assert (total.first_s, total.second_s, total.both_s) == (3, 3, 1)
+
+
+def test_a_meter_keeps_no_spans_of_a_long_run():
+  meter = trace.Meter()
+  # Each second the learner works for 0.5 s, 0.25 s of it beside the engines.
+  for second in range(5000):
+    meter.add(trace.Span("learner", "update", second, second + 0.5))
+    meter.add(trace.Span("decode", "decode", second + 0.25, second + 0.75))
+  kept = sum(isinstance(one, trace.Span) for one in gc.get_objects())
+  assert kept < 2000
+  total = meter.take()
+  assert (total.first_s, total.second_s, total.both_s) == (2500, 2500, 1250)
 
 
 def test_a_resumed_trace_goes_on_behind_its_file_and_survives_a_cut_line(
