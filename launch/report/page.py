@@ -8,6 +8,8 @@ parts on top.
 """
 
 import dataclasses
+import itertools
+import math
 import os
 import pathlib
 import statistics
@@ -33,6 +35,7 @@ from twinmesh import error_codes
 
 _MAX_SPANS = 50_000
 _MAX_BUBBLES = 20_000
+_MAX_POINTS = 2000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,16 +225,39 @@ def _duration(seconds: float) -> str:
   return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-  """Returns every numeric key of the rows, success first, six digits each."""
+def _curves(rows: run_files.Rows) -> dict[str, Any]:
+  """Returns the metrics of a page, and the rounds that a point stands for.
+
+  Every numeric key of the rows is a column, success first. A point has the mean
+  of its rounds, and the place of the last of them; `tokens` are those sampled
+  until then.
+  """
+  every = -(-len(rows) // _MAX_POINTS) or 1
+  # From the end, so that the newest point stands for as many as the others.
+  ends = range(len(rows), 0, -every)[::-1]
+  parts = [rows[max(0, end - every) : end] for end in ends]
+  sampled = [sum(_numbers(part, "sampled_tokens")) for part in parts]
   keys = dict.fromkeys(["round", "success"])
   for row in rows:
     keys |= {key: None for key, x in row.items() if isinstance(x, int | float)}
-  found = {key: [row.get(key) for row in rows] for key in keys}
   return {
-    key: [x if x is None else float(f"{x:.6g}") for x in column]
-    for key, column in found.items()
+    "metrics": {key: [_point(part, key) for part in parts] for key in keys},
+    "tokens": list(itertools.accumulate(sampled)) if any(sampled) else [],
+    "every": every,
   }
+
+
+def _point(rows: run_files.Rows, key: str) -> float | None:
+  """Returns the value of some rounds with six digits; None without any."""
+  if not (values := _numbers(rows, key)):
+    return None
+  is_place = key in ("round", "time_s")
+  value = values[-1] if is_place else math.fsum(values) / len(values)
+  return float(f"{value:.6g}")
+
+
+def _numbers(rows: run_files.Rows, key: str) -> list[float]:
+  return [x for row in rows if isinstance(x := row.get(key), int | float)]
 
 
 def timeline(spans: Sequence[trace.Span], total: int) -> dict[str, Any]:
@@ -302,14 +328,14 @@ def _ledger(verdict: log_check.Verdict | None) -> dict[str, Any] | None:
 
 def data(run: RunRecords) -> dict[str, Any]:
   """Returns the data of the page of a run, but for its trajectories."""
-  verdict, columns = run.verdict, _columns(run.metrics)
+  verdict, curves = run.verdict, _curves(run.metrics)
   return {
     "title": run.path.resolve().name,
     "notes": run.notes,
     "tiles": tiles(run),
     "config": run.config,
-    "metrics": columns,
-    "meanings": metric_docs.explain(list(columns)),
+    **curves,
+    "meanings": metric_docs.explain(list(curves["metrics"])),
     "evaluations": run.evaluations,
     "warm_start": warm_start_section.section(run.warm_start),
     "timeline": timeline(run.spans, run.num_spans),

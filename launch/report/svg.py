@@ -6,9 +6,10 @@ A card behind it keeps it readable where these two disagree.
 """
 
 import html
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from launch.report import frozen
 
@@ -17,6 +18,9 @@ _found = _COLOUR.findall((frozen.STATIC / "style.css").read_text("utf-8"))
 # A name stands there twice: with its light colour, then with its dark one.
 _LIGHT = dict(reversed(_found))
 _DARK = {_LIGHT[name]: colour for name, colour in dict(_found).items()}
+
+Place = tuple[float, float]
+"""In pixels, from the left and from the top."""
 
 PAPER, INK, MUTED, GRID, WELL = (
   _LIGHT[name] for name in ("card", "ink", "muted", "rule", "well")
@@ -60,11 +64,12 @@ def _style(text: str) -> str:
 
 def smooth(values: Sequence[float]) -> list[float]:
   """Returns the mean of each value's neighbours, 1/25 of the run each way."""
-  radius = max(1, len(values) // 25)
-  near = (
-    values[max(0, i - radius) : i + radius + 1] for i in range(len(values))
+  radius, count = max(1, len(values) // 25), len(values)
+  sums = list(itertools.accumulate(values, initial=0.0))
+  ends = (
+    (max(0, i - radius), min(count, i + radius + 1)) for i in range(count)
   )
-  return [math.fsum(part) / len(part) for part in near]
+  return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -96,15 +101,24 @@ def label(x: float, y: float, words: str, anchor: str = "middle") -> str:
   return text(x, y, words, style)
 
 
-def curve(
-  points: Sequence[tuple[float, float]], colour: str, style: str
-) -> str:
+def curve(points: Sequence[Place], colour: str, style: str) -> str:
   """Returns a line through places."""
-  text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+  text = " ".join(f"{x:.1f},{y:.1f}" for x, y in _seen(points))
   return (
     f'<polyline points="{text}" fill="none" stroke-linejoin="round" '
     f'stroke="{colour}" {style}/>'
   )
+
+
+def _seen(points: Sequence[Place]) -> Iterator[Place]:
+  """Yields the places that show: in each pixel the ends and the extremes."""
+  numbered = enumerate(points)
+  for _, column in itertools.groupby(numbered, lambda one: int(one[1][0])):
+    places = list(column)
+    low = min(places, key=lambda one: one[1][1])
+    high = max(places, key=lambda one: one[1][1])
+    for _, place in sorted({places[0], low, high, places[-1]}):
+      yield place
 
 
 def line(

@@ -6,6 +6,7 @@ import { caption, choice, el, format, options, section } from "./dom.js";
 import { flowSection } from "./flow.js";
 import { gapSection } from "./gap.js";
 import { groupsSection } from "./groups.js";
+import { valueAt } from "./series.js";
 import { timelineSection } from "./timeline.js";
 import { trajectoriesSection } from "./trajectories.js";
 
@@ -96,7 +97,7 @@ function curveSection() {
     options(metric, Object.keys(data.metrics).filter((key) => key !== "round"));
     const key = metric.value;
     meaning.textContent = data.meanings[key] || "";
-    const places = placesOf(data.metrics, axis.value);
+    const places = placesOf(data, axis.value);
     const points = places.map((at, i) => [at, data.metrics[key]?.[i]])
       .filter(([at, value]) => at != null && value != null);
     const dots = key === "success" ? evaluationDots(data, places, axis.value)
@@ -107,23 +108,29 @@ function curveSection() {
     figure.replaceChildren(
       lineChart(figure, { series: [trend(key, points, "var(--learner)")], dots,
         label: `${key} by ${unit}`, xLabel: unit, percent: key === "success" }),
-      caption("Thin: each round, bold: mean of its neighbours" + (dots.length
-        ? "; dots: held-out tasks with confidence interval." : ".")));
+      caption(`Thin: ${pointOf(data)}, bold: mean of its neighbours` +
+        (dots.length ? "; dots: held-out tasks with confidence interval."
+          : ".")));
   }
   return { node, draw };
 }
 
-function placesOf(metrics, axis) {
-  if (axis === "rounds") return metrics.round;
-  if (axis === "time") return metrics.time_s ?? [];
-  let sum = 0;
-  return (metrics.sampled_tokens ?? []).map((count) => sum += count ?? 0);
+function pointOf({ every }) {
+  return every === 1 ? "each round"
+    : `mean of ${every} rounds (metrics.jsonl has each)`;
+}
+
+function placesOf({ metrics, tokens }, axis) {
+  if (axis === "tokens") return tokens;
+  return (axis === "rounds" ? metrics.round : metrics.time_s) ?? [];
 }
 
 function evaluationDots({ evaluations, metrics }, places, axis) {
+  const known = [[0, 0], ...places.map((at, i) => [metrics.round[i], at])
+    .filter(([, at]) => at != null)];
   return evaluations.map((one) => {
-    const i = metrics.round.lastIndexOf(one.round);
-    const x = axis === "rounds" ? one.round : i < 0 ? 0 : places[i];
+    // The round may lie between two points.
+    const x = axis === "rounds" ? one.round : valueAt(known, one.round);
     return { x, y: one.success, low: one.low, high: one.high,
       tip: `evaluation after round ${one.round}\n${format(one.success)} ` +
         `(${format(one.low)} to ${format(one.high)}), ${one.episodes} episodes`,
@@ -196,7 +203,7 @@ const GIB = 2 ** 30;
 
 function memorySection() {
   const { node, figure } = section("memory", "Memory");
-  return { node, draw({ metrics }) {
+  return { node, draw({ metrics, every }) {
     const series = ["host_memory_bytes", "device_memory_bytes"]
       .filter((key) => metrics[key]?.some((value) => value != null))
       .map((key, i) => ({ name: key.replace("_memory_bytes", ", GiB"),
@@ -211,7 +218,7 @@ function memorySection() {
         height: 220 }),
       legend(series.map((one) => [one.name, one.colour])),
       caption("Peak of the process on the host so far and, where the backend " +
-        "tells, of its fullest device."));
+        `tells, of its fullest device. A point: ${pointOf({ every })}.`));
   } };
 }
 

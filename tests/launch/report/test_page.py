@@ -191,6 +191,55 @@ def test_the_page_draws_every_part_of_a_run(run_dir, browse):
   assert not page.having("class", "notes")
 
 
+def test_points_of_a_long_run_are_means_of_as_many_rounds(tmp_path):
+  # 4,001 rounds make 1,334 points of 3 from the end, the first of 2.
+  rows = [
+    {"round": i, "time_s": 2.0 * i, "success": i % 2, "sampled_tokens": 10}
+    for i in range(1, 4002)
+  ]
+  rows[10]["faults/env"] = 6
+  _write_lines(tmp_path / "metrics.jsonl", rows)
+  _write_lines(tmp_path / "evaluations.jsonl", _evaluations())
+  found = report_page.data(report_page.read(tmp_path))
+  columns = found["metrics"]
+  assert found["every"] == 3
+  assert {len(column) for column in columns.values()} == {1334}
+  assert columns["round"][:3] == [2, 5, 8]
+  assert columns["time_s"][-1] == 2 * 4001
+  # Of rounds 1 and 2, then 3, 4 and 5, then 6, 7 and 8.
+  assert columns["success"][:3] == [0.5, 0.666667, 0.333333]
+  assert found["tokens"][:3] == [20, 50, 80]
+  # What only round 11 recorded is the mean of that round.
+  assert columns["faults/env"][:5] == [None, None, None, 6, None]
+  assert len(found["evaluations"]) == 4
+
+
+@pytest.mark.process
+def test_a_long_run_says_how_many_rounds_a_point_stands_for(tmp_path, browse):
+  rows = [
+    {"round": i, "success": 0.5, "sampled_tokens": 10} for i in range(1, 4001)
+  ]
+  _write_lines(tmp_path / "metrics.jsonl", rows)
+  # Half way between the points at 998 and 1,000.
+  row = {"round": 999, "success": 0.5, "low": 0.4, "high": 0.6, "episodes": 9}
+  _write_lines(tmp_path / "evaluations.jsonl", [row])
+  page = browse(
+    report_page.write(tmp_path),
+    """
+      const select = document.querySelector("#axis");
+      select.value = "tokens";
+      select.dispatchEvent(new Event("change"));
+      """,
+  )
+  text = " ".join(page.text)
+  assert "Thin: mean of 2 rounds (metrics.jsonl has each)" in text
+  line, _ = (attrs for tag, attrs in page.elements if tag == "polyline")
+  at = [float(place.split(",")[0]) for place in line["points"].split()]
+  assert len(at) == 2000
+  (dot,) = page.having("class", "dot")
+  assert at[498] <= float(dot["cx"]) <= at[499]
+
+
 @pytest.mark.process
 def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
   run_dir, browse

@@ -57,6 +57,16 @@ def test_smoothing_is_a_mean_over_a_twenty_fifth_of_the_run_each_way():
   assert svg.smooth([1.0, 2.0, 6.0]) == [1.5, 3.0, 4.0]
 
 
+def test_a_curve_of_any_length_has_the_ends_and_extremes_of_each_pixel():
+  # Pixel 3 goes from 5 up to 9, down to 1 and to 4; the 6 and 7 on the way are
+  # hidden by the line from 9 to 1. Pixel 4 has one place.
+  places = [(3, 5), (3.2, 9), (3.4, 7), (3.5, 6), (3.6, 1), (3.9, 4), (4, 2)]
+  drawn = svg.curve(places, svg.BLUE, "")
+  assert 'points="3.0,5.0 3.2,9.0 3.6,1.0 3.9,4.0 4.0,2.0"' in drawn
+  long = svg.curve([(i / 1000, i % 7) for i in range(50_000)], svg.BLUE, "")
+  assert long.count(",") <= 4 * 50
+
+
 def test_ticks_are_round_numbers_within_the_range():
   # 50 / 7 = 7.1, so the step is 10, from 10 (5 is below) to 50.
   assert svg.ticks(5, 55) == [10, 20, 30, 40, 50]
