@@ -15,6 +15,8 @@ from rl.runtime import segments, trace
 Rows = Sequence[Mapping[str, Any]]
 """Lines of a JSON lines file, in order; a number that is not finite is None."""
 
+# A browser cannot parse the NaN that Python writes.
+_decode = json.JSONDecoder(parse_constant=lambda _: None).decode
 _MAX_SPANS_READ = 500_000
 _MAX_GAPS = 8
 
@@ -40,8 +42,7 @@ def lines(
   try:
     for line in segments.lines(path):
       try:
-        # A browser cannot parse the NaN that Python writes.
-        row = json.loads(line, parse_constant=lambda _: None)
+        row = _decode(line)
       except (ValueError, RecursionError):
         row = None
       if isinstance(row, dict) and all(

@@ -165,12 +165,12 @@ class LogRetention:
     """
     numbers = [segments.number_of(x) for x in segments.closed(self._log)]
     newest = numbers[-1]
-    if event_log.LogFile(self._log, newest + 1).mentions("resumed"):
+    if _is_resumed(event_log.LogFile(self._log, newest + 1)):
       return newest + 1
     for number in reversed(numbers):
       if number not in self._with_restart:
         log = event_log.LogFile(self._log, number, number)
-        self._with_restart[number] = log.mentions("resumed")
+        self._with_restart[number] = _is_resumed(log)
       if self._with_restart[number]:
         return number
     return 0
@@ -207,6 +207,10 @@ class LogRetention:
           raise _Ending
         time.sleep(_REST_S)
       yield event
+
+
+def _is_resumed(log: event_log.LogFile) -> bool:
+  return any(log.only(("resumed",)))
 
 
 class _Ending(Exception):

@@ -2,7 +2,8 @@
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from launch.report import log_check, run_files
 from launch.report import page as report_page
@@ -24,8 +25,7 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
       f"learner busy {work.first_s:.1f} s, decode busy {work.second_s:.1f} s,"
       f" both at once {work.both_s:.1f} s ({work.share:.0%} of the shorter)"
     )
-  _log_zero_variance(run_dir, log)
-  _log_offloaded(run_dir, log)
+  _log_metrics(run_dir, log)
   try:
     trace.write_chrome(
       trace.File(run_dir / "spans.jsonl"), run_dir / "trace.json"
@@ -37,12 +37,22 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
   return print_verdict(verdict, log)
 
 
-def _log_offloaded(run_dir: pathlib.Path, log: Log) -> None:
-  """Logs the cost of rewards that were computed elsewhere."""
-  rows = list(run_files.lines(run_dir / "metrics.jsonl", [], round=int))
+def _log_metrics(run_dir: pathlib.Path, log: Log) -> None:
+  """Logs the groups that taught nothing, and what rewards elsewhere cost."""
+  flat = groups = 0.0
+  row: Mapping[str, Any] = {}
+  for row in run_files.lines(run_dir / "metrics.jsonl", [], round=int):
+    flat += row.get("zero_variance_groups") or 0
+    groups += row.get("groups") or 0
+  if groups:
+    log(
+      f"zero-variance groups: {flat:,.0f} of {groups:,.0f} "
+      f"({flat / groups:.0%}); their members did equally well, so they taught "
+      "nothing"
+    )
   costs = {
     name.removeprefix("rewards/"): value
-    for name, value in (rows[-1] if rows else {}).items()
+    for name, value in row.items()
     if name.startswith("rewards/")
   }
   if "offloaded_calls" in costs:
@@ -83,15 +93,3 @@ def report_on_failure(
     except (OSError, log_check.UnreadableLog) as error:  # Keep the first error.
       log(f"the log was not checked: {error}")
     raise
-
-
-def _log_zero_variance(run_dir: pathlib.Path, log: Log) -> None:
-  """Logs how many groups taught nothing, as all members did equally well."""
-  rows = list(run_files.lines(run_dir / "metrics.jsonl", [], round=int))
-  flat = sum(row.get("zero_variance_groups") or 0 for row in rows)
-  if groups := sum(row.get("groups") or 0 for row in rows):
-    log(
-      f"zero-variance groups: {flat:,.0f} of {groups:,.0f} "
-      f"({flat / groups:.0%}); their members did equally well, so they taught "
-      "nothing"
-    )

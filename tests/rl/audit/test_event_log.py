@@ -107,11 +107,27 @@ def test_a_log_in_segments_is_read_as_one_and_its_time_goes_on(tmp_path):
   assert path.read_text() == ""
   found = event_log.LogFile(path)
   assert [e["group"] for e in found] == [0, 1, 2]
-  assert found.mentions("dequeued")
-  assert not found.mentions("resumed")
+  assert list(found.only({"dequeued"})) == list(found)
+  assert not list(found.only({"resumed"}))
   again = event_log.EventLog(path, clock=lambda: 7.0)
   again.emit("resumed", trained=1)
   assert again.events[0]["t"] == 2.0
+
+
+def test_only_the_events_of_some_kinds_can_be_read(tmp_path):
+  path = tmp_path / "events.jsonl"
+  lines = [
+    '{"t":1,"kind":"ready","group":0}',
+    '{"t": 2, "kind": "ready", "group": 1}',
+    '{"t":3,"kind":"dropped","group":2,"reason":"ready"}',
+    '{"t":4,"kind":"ready","gro',
+    '{"t":5,"kind":"resumed"}{"t":6,"kind":"ready"}',
+  ]
+  path.write_text("\n".join(lines))
+  log = event_log.LogFile(path)
+  assert [event["group"] for event in log.only({"ready"})] == [0, 1]
+  assert [event["group"] for event in log] == [0, 1, 2]
+  assert not list(log.only({"resumed"}))
 
 
 def test_lines_that_are_no_events_are_counted(tmp_path):
