@@ -1,226 +1,307 @@
-"""Calibrates a simulation on synchronous runs of one machine.
+"""Calibrates a simulation on two runs of one machine.
 
-  turns      -> tau(b): seconds of a token when b answers are under way
-             -> environments: seconds of a step, a start, a grading
-  episodes   -> turns, ids, within-group correlation
-  updates    -> seconds of a trained id, an optimizer step, a publish
-  beside     -> slowdown of either mesh while the other one works
+  sync, alone      -> seconds of a dispatch, of a trained id, of an optimizer
+                      step, of a publish; of the host for a turn and a group
+  sync, episodes   -> turns and ids, repeated; within-group correlation
+  in flight        -> seconds of a publish behind training; slowdown of
+                      decoding, learner and host while both meshes work
 
-Nothing is fitted to the schedules that are predicted. Waits of turns and steps
-for the event loop count as part of their time. The meshes of one machine share
-its cores: a second run, in which the learner always works, measures the cost.
+In a synchronous run the meshes work one after the other, and in flight at once.
+On one machine they share its cores, and the difference is the cost of that.
+Nothing is fitted to any other schedule.
 """
 
 import collections
 import dataclasses
+import math
 import statistics
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from benchmarks import one_engine
+from envs import delayed
 from rl.audit import event_log
+from rl.data import batch, trajectory
 from rl.engine.builtin import settings as engine_settings
 from rl.planning import fitting
 from rl.runtime import trace
-from rl.simulation import distributions, simulate, workload
+from rl.schedule import overlap as overlap_lib
+from rl.simulation import (
+  dispatched_engine,
+  distributions,
+  host_thread,
+  result,
+  simulate,
+  workload,
+)
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 
-_FAR = 5.0
+_NO_LOAD = 1e9
 
 
-def of(run: one_engine.Run, rounds: int) -> simulate.Simulation:
-  """Returns the simulation of a synchronous run with one engine.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+  """The cost of both meshes' work at once, as a share of the time alone.
+
+  Attributes:
+    learner, decode, host: on the seconds of a program of the learner, of a
+      dispatch, and of the host.
+  """
+
+  learner: float
+  decode: float
+  host: float
+
+  def factors(
+    self, learner: float, decode: float, host: float
+  ) -> tuple[float, float, float]:
+    """Returns the slowdown of each, by its share of time in which both work."""
+    return (
+      1.0 + self.learner * learner,
+      1.0 + self.decode * decode,
+      1.0 + self.host * host,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibrated:
+  """Predicts the runs of one machine on one task.
+
+  Attributes:
+    settings: of a synchronous run.
+    behind_s: seconds of a publish behind training.
+    recorded: groups of the synchronous run, whose episodes it repeats.
+  """
+
+  settings: simulate.Simulation
+  sharing: Sharing
+  behind_s: float
+  recorded: Sequence[trajectory.Group]
+
+  def under(self, schedule: overlap_lib.Overlap) -> simulate.Simulation:
+    """Returns the simulation of a schedule, as if nothing were shared."""
+    settings = dataclasses.replace(self.settings, overlap=schedule)
+    if not schedule.publishes_behind_training:
+      return settings
+    cluster = dataclasses.replace(settings.cluster, transfer_s=self.behind_s)
+    return dataclasses.replace(settings, cluster=cluster)
+
+
+def of(sync: one_engine.Run, flying: one_engine.Run, rounds: int) -> Calibrated:
+  """Returns the calibration by a synchronous run and one in flight.
 
   Args:
     rounds: to be simulated.
   """
-  run = settled(run)
-  experiment, log = run.experiment, run.events
-  cluster = simulate.Cluster(
-    learner=learner(run),
-    pools=(simulate.EnginePool(engines=1, speed=speed(run)),),
-    transfer_s=_publish_s(log),
-  )
-  return simulate.Simulation(
-    cluster=cluster,
-    workloads=(task(log),),
+  sync, flying = settled(sync), settled(flying)
+  experiment, log = sync.experiment, sync.events
+  work = host_work(sync)
+  settings = simulate.Simulation(
+    cluster=simulate.Cluster(
+      learner=learner(sync),
+      pools=(pool(sync, flying),),
+      transfer_s=_publish_s(log),
+      host=work,
+    ),
+    workloads=(task(sync),),
     overlap=experiment.overlap,
     rollout=experiment.rollout,
     rounds=rounds,
     seed=experiment.seed,
   )
-
-
-def settled(run: one_engine.Run) -> one_engine.Run:
-  """Returns a synchronous run without its first round, which imports."""
-  first = next(event_log.of_kind(run.events, "published"))["t"]
-  log = [event for event in run.events if event["t"] > first]
-  return dataclasses.replace(run, events=log)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sharing:
-  """The cost of working at the same time, as a share of the time alone.
-
-  Attributes:
-    learner: on its seconds while the engine has requests.
-    answers, host: on the seconds of answers, and of environments and rewards,
-      while the learner works.
-  """
-
-  learner: float
-  answers: float
-  host: float
-
-
-def sharing(alone: one_engine.Run, beside: one_engine.Run) -> Sharing:
-  """Returns the cost of sharing a machine.
-
-  Args:
-    beside: the same run with the learner always at work.
-  """
-  alone, beside = settled(alone), settled(beside)
-  tau0_s, slope_s = fitting.line(*answers(alone.events))
-  under_way, token_s = answers(beside.events)
-  expected_s = tau0_s + slope_s * under_way
-  return Sharing(
-    learner=_learner_cost(beside),
-    answers=_cost(float(token_s.sum()), float(expected_s.sum())),
-    host=_cost(_step_s(beside.events), _step_s(alone.events)),
+  return Calibrated(
+    settings=settings,
+    sharing=sharing(sync, flying, work),
+    behind_s=_publish_s(flying.events),
+    recorded=sync.groups,
   )
 
 
-def slowed(
-  settings: simulate.Simulation,
-  cost: Sharing,
-  learner_share: float,
-  answers_share: float,
-) -> simulate.Simulation:
-  """Returns a simulation slowed down for the time that both meshes work.
+def settled(run: one_engine.Run) -> one_engine.Run:
+  """Returns a run without its first round, which imports."""
+  served = [e["t"] for e in event_log.of_kind(run.events, "published")]
+  log = [e for e in run.events if e["t"] > served[0]]
+  spans = [s for s in run.spans if served[0] < s.start and s.end < served[-1]]
+  return dataclasses.replace(run, events=log, spans=spans)
 
-  Args:
-    learner_share: of the learner's time with requests on the engine.
-    answers_share: of the time of requests while the learner works.
-  """
-  cluster, tasks = settings.cluster, settings.workloads[0]
-  pool, trains = cluster.pools[0], cluster.learner
-  by_learner = 1.0 + cost.learner * learner_share
-  by_answers = 1.0 + cost.answers * answers_share
-  by_host = 1.0 + cost.host * answers_share
-  times = {
-    name: _times(getattr(tasks, name), by_host)
-    for name in ("start_s", "step_s", "reward_s")
-  }
+
+# Two meshes on the cores of one machine.
+
+
+def sharing(
+  sync: one_engine.Run, flying: one_engine.Run, work: host_thread.HostWork
+) -> Sharing:
+  """Returns the cost of sharing a machine."""
+  both = trace.overlap(flying.spans)
+  expected_s = work.turn_s * turns(flying) + work.group_s * groups(flying)
+  return Sharing(
+    learner=_cost(_id_s(flying) / _id_s(sync), both.both_s / both.first_s),
+    decode=_cost(
+      _dispatch_s(flying) / _dispatch_s(sync), both.both_s / both.second_s
+    ),
+    host=_cost(host_s(flying) / expected_s, both.both_s / _length_s(flying)),
+  )
+
+
+def _cost(ratio: float, share: float) -> float:
+  """Returns the cost that makes work longer by a ratio in a share of it."""
+  return max(ratio - 1.0, 0.0) / max(share, 0.1)
+
+
+def slowed(
+  settings: simulate.Simulation, learner: float, decode: float, host: float
+) -> simulate.Simulation:
+  """Returns a simulation whose parts take longer by `Sharing.factors`."""
+  cluster = settings.cluster
+  (engine,), trains = cluster.pools, cluster.learner
+  assert engine.dispatches is not None
+  dispatch_s = engine.dispatches.dispatch_s * decode
   return dataclasses.replace(
     settings,
     cluster=dataclasses.replace(
       cluster,
       learner=dataclasses.replace(
         trains,
-        token_s=trains.token_s * by_learner,
-        update_s=trains.update_s * by_learner,
-        describe_s=trains.describe_s * by_learner,
+        token_s=trains.token_s * learner,
+        update_s=trains.update_s * learner,
+        describe_s=trains.describe_s * learner,
       ),
       pools=(
         dataclasses.replace(
-          pool,
+          engine,
           speed=dataclasses.replace(
-            pool.speed, tau0_s=pool.speed.tau0_s * by_answers
+            engine.speed, tau0_s=engine.speed.tau0_s * decode
+          ),
+          dispatches=dataclasses.replace(
+            engine.dispatches, dispatch_s=dispatch_s
           ),
         ),
       ),
+      host=host_thread.HostWork(
+        turn_s=cluster.host.turn_s * host, group_s=cluster.host.group_s * host
+      ),
     ),
-    workloads=(dataclasses.replace(tasks, **times),),
   )
 
 
-def _times(
-  distribution: distributions.Distribution, factor: float
-) -> distributions.Distribution:
-  if isinstance(distribution, distributions.Fixed):
-    return distributions.Fixed(factor * distribution.value)
-  assert isinstance(distribution, distributions.Histogram)
-  edges = tuple(factor * edge for edge in distribution.edges)
-  return dataclasses.replace(distribution, edges=edges)
-
-
-def _learner_cost(run: one_engine.Run) -> float:
-  """Returns the cost on the learner while the engine always has requests."""
-  under_way = trace.busy([*answer_spans(run.events)], "answers")
-  work = [s for s in run.spans if s.name == one_engine.BESIDE]
-  took = np.array([span.end - span.start for span in work])
-  shared = np.array(
-    [trace.intersection([(s.start, s.end)], under_way) for s in work]
-  )
-  at_zero, slope = fitting.line(shared / took, took)
-  return slope / at_zero
-
-
-def _cost(together: float, alone: float) -> float:
-  return max(together / alone - 1.0, 0.0)
-
-
-def _step_s(log: Sequence[event_log.Event]) -> float:
-  return statistics.fmean(e["env_s"] for e in event_log.of_kind(log, "turn"))
-
-
-def answer_spans(log: Sequence[event_log.Event]) -> Iterator[trace.Span]:
-  """Yields the spans in which an engine had a request, on track "answers"."""
-  for event in event_log.of_kind(log, "turn"):
-    end = event["t"] - event["env_s"]
-    yield trace.Span("answers", "answer", end - event["decode_s"], end)
+def decode_spans(record: simulate.RunRecord) -> list[trace.Span]:
+  """Returns the dispatches of the only simulated engine, as in a real run."""
+  (states,) = record.states
+  busy = result.in_state(states, record.virtual_s, "decode")
+  return [trace.Span("decode", "decode", *one) for one in busy]
 
 
 # Decoding.
 
 
-def speed(run: one_engine.Run) -> simulated_processor.Speed:
-  """Fits tau(b) to the seconds of answers, encoding of context included."""
-  settings, model = run.experiment.engine, run.experiment.model
+def pool(sync: one_engine.Run, flying: one_engine.Run) -> simulate.EnginePool:
+  """Returns the only engine.
+
+  At its best it samples as much in each dispatch as it does in flight.
+  """
+  settings, model = sync.experiment.engine, sync.experiment.model
   assert isinstance(settings, engine_settings.EngineSettings)
   assert settings.slots is not None
-  tau0_s, slope_s = fitting.line(*answers(run.events))
-  return simulated_processor.Speed(
-    tau0_s=tau0_s,
-    b0=tau0_s / slope_s,
-    slots=settings.slots,
-    kv_tokens=settings.slots * model.max_length,
+  _, layout = sync.experiment.placement.layouts()
+  tokens = sum(e["tokens"] for e in event_log.of_kind(flying.events, "turn"))
+  per_dispatch = tokens / len(seconds(flying, "decode"))
+  return simulate.EnginePool(
+    engines=1,
+    speed=simulated_processor.Speed(
+      tau0_s=_dispatch_s(sync) * settings.slots / per_dispatch,
+      b0=_NO_LOAD,
+      slots=settings.slots,
+      kv_tokens=settings.slots * model.max_length,
+    ),
+    dispatches=dispatched_engine.Dispatches(
+      settings=settings,
+      model=model,
+      layout=layout,
+      dispatch_s=_dispatch_s(sync),
+    ),
   )
 
 
-def answers(
-  log: Sequence[event_log.Event],
-) -> tuple[fitting.Samples, fitting.Samples]:
-  """Returns `fitting.answers` of the only engine."""
-  return fitting.answers(
-    e for e in event_log.of_kind(log, "turn") if e["tokens"]
+def _dispatch_s(run: one_engine.Run) -> float:
+  return statistics.fmean(seconds(run, "decode"))
+
+
+def seconds(run: one_engine.Run, name: str) -> list[float]:
+  """Returns the seconds of all spans of a name."""
+  return [s.end - s.start for s in run.spans if s.name == name]
+
+
+# The host.
+
+
+def host_work(sync: one_engine.Run) -> host_thread.HostWork:
+  """Returns the seconds of the host for a turn and a group, kept apart.
+
+  From the first group of a round that is taken until its weights are served
+  nothing plays.
+  """
+  log = sync.events
+  ends = [e["t"] for e in event_log.of_kind(log, "published")]
+  begins: dict[int, float] = {}
+  for event in event_log.of_kind(log, "dequeued"):
+    begins.setdefault(event["version"], event["t"])
+  trains = list(zip(sorted(begins.values()), ends, strict=True))
+  packing_s = sum(b - a for a, b in trains) - trace.intersection(
+    trains, trace.busy(sync.spans, one_engine.HOST_WAITS)
   )
+  return host_thread.HostWork(
+    turn_s=(host_s(sync) - packing_s) / turns(sync),
+    group_s=packing_s / groups(sync),
+  )
+
+
+def host_s(run: one_engine.Run) -> float:
+  """Returns the seconds in which the thread of the event loop works."""
+  return _length_s(run) - math.fsum(seconds(run, one_engine.HOST_WAITS))
+
+
+def _length_s(run: one_engine.Run) -> float:
+  waits = [s for s in run.spans if s.track == one_engine.HOST_WAITS]
+  return max(s.end for s in waits) - min(s.start for s in waits)
+
+
+def turns(run: one_engine.Run) -> int:
+  """Returns the number of turns, and of starts, which cost about as much."""
+  kinds = [e["kind"] for e in run.events]
+  return kinds.count("turn") + kinds.count("admitted")
+
+
+def groups(run: one_engine.Run) -> int:
+  """Returns the number of trained groups."""
+  return sum(1 for _ in event_log.of_kind(run.events, "trained"))
 
 
 # Tasks.
 
 
-def task(log: Sequence[event_log.Event]) -> workload.Workload:
-  """Returns the turns, ids and seconds of episodes as a workload."""
+def task(run: one_engine.Run) -> workload.Workload:
+  """Returns the turns and ids of episodes, and declared waits, as a workload.
+
+  All else that takes an environment time is work of the host.
+  """
+  log, source = run.events, run.experiment.environment
+  step_s: distributions.Distribution = distributions.Fixed(0.0)
+  if isinstance(source, delayed.Delayed):
+    mean_s = source.median_s * math.exp(source.sigma**2 / 2.0)
+    step_s = distributions.LogNormal(mean=mean_s, sigma=source.sigma)
   turns = list(event_log.of_kind(log, "turn"))
   ended = list(event_log.of_kind(log, "ended"))
   prompt, reply = fitting.contexts(ended)
-  graded = _pairs(log, "grading", "reward")
+  rewards = [e["value"] for e in event_log.of_kind(log, "reward")]
   return workload.Workload(
     name="calibrated",
     turns=fitting.counts([e["turns"] for e in ended]),
     prompt_tokens=distributions.Fixed(max(prompt, 2.0)),
     answer_tokens=fitting.counts([e["tokens"] for e in turns if e["tokens"]]),
     reply_tokens=distributions.Fixed(reply),
-    start_s=fitting.seconds(
-      _usual([*fitting.starts_s(event_log.of_kind(log, "admitted"), turns)])
-    ),
-    step_s=fitting.seconds([e["env_s"] for e in turns]),
-    reward_s=fitting.seconds(_usual([b["t"] - a["t"] for a, b in graded])),
+    step_s=step_s,
     correlation=correlation(log),
-    success=statistics.fmean(end["value"] >= 1.0 for _, end in graded),
+    success=statistics.fmean(value >= 1.0 for value in rewards),
   )
 
 
@@ -243,56 +324,49 @@ def correlation(log: Sequence[event_log.Event]) -> float:
   return fitting.correlation(excess_s)
 
 
-def _pairs(
-  log: Sequence[event_log.Event], first: str, then: str
-) -> list[tuple[event_log.Event, event_log.Event]]:
-  before = {event_log.member(e): e for e in event_log.of_kind(log, first)}
-  return [
-    (before[event_log.member(e)], e) for e in event_log.of_kind(log, then)
-  ]
-
-
-def _usual(values: Sequence[float]) -> list[float]:
-  """Returns values with outliers cut.
-
-  In an outlier the machine stood still for all episodes at once; drawn one by
-  one it would stand still in every round.
-  """
-  largest = _FAR * statistics.median(values)
-  return [min(value, largest) for value in values]
-
-
 # Training.
 
 
-def learner(run: one_engine.Run) -> simulated_learner.LearnerSpeed:
-  """Returns the seconds of an id and an optimizer step, packing included."""
-  spans: dict[str, list[float]] = collections.defaultdict(list)
-  for span in run.spans:
-    if span.track == "learner":
-      spans[span.name].append(span.end - span.start)
-  update_s = statistics.median(spans["update"])
-  lengths: dict[tuple[int, int], int] = collections.Counter()
-  for event in event_log.of_kind(run.events, "ended"):
-    lengths[event["group"], event["attempt"]] += event["length"]
-  trained = event_log.of_kind(run.events, "trained")
-  ids = sum(lengths[e["group"], e["attempt"]] for e in trained)
-  took = [
-    e["end"] - e["start"] for e in event_log.of_kind(run.events, "update")
-  ]
-  # The median round: others may have waited for the machine.
-  per_round = ids / len(took)
-  token_s = max(statistics.median(took) - update_s, 0.0) / per_round
+def learner(sync: one_engine.Run) -> simulated_learner.LearnerSpeed:
+  """Returns the seconds of an id and an optimizer step."""
   return simulated_learner.LearnerSpeed(
-    token_s=token_s,
-    update_s=update_s,
-    describe_s=statistics.median(spans["score"] or [0.0]),
+    token_s=_id_s(sync),
+    batch_ids=_batch_ids(sync),
+    update_s=statistics.fmean(seconds(sync, "update")),
+    describe_s=statistics.fmean(seconds(sync, "score") or [0.0]),
     accelerators=1,
   )
 
 
+def _id_s(run: one_engine.Run) -> float:
+  """Returns the learner's seconds of an id, context included."""
+  ids = sum(e["length"] for e in event_log.of_kind(run.events, "dequeued"))
+  return math.fsum(seconds(run, "accumulate")) / ids
+
+
+def _batch_ids(run: one_engine.Run) -> float:
+  """Returns the ids of members that make up a full batch."""
+  shape = run.experiment.batch
+  last = run.groups[-run.experiment.overlap.groups_per_round :]
+  members = [t for group in last for t in group.trajectories]
+  packed = batch.pack(
+    members,
+    rows=shape.rows,
+    length=shape.length,
+    version=0,
+    share_prompts=shape.share_prompts,
+    only_full=True,
+  )
+  placed = zip(members, packed.places, strict=True)
+  ids = sum(member.num_ids for member, place in placed if place is not None)
+  return ids / len(packed.batches)
+
+
 def _publish_s(log: Sequence[event_log.Event]) -> float:
-  """Returns the seconds from an optimizer step until its weights serve."""
-  ends = [e["end"] for e in event_log.of_kind(log, "update")]
-  served = [e["t"] for e in event_log.of_kind(log, "published")]
-  return statistics.median(b - a for a, b in zip(ends, served, strict=True))
+  """Returns the seconds from an update until its weights serve."""
+  ends = {e["version"] + 1: e["end"] for e in event_log.of_kind(log, "update")}
+  return statistics.median(
+    e["t"] - ends[e["version"]]
+    for e in event_log.of_kind(log, "published")
+    if e["version"] in ends
+  )

@@ -6,19 +6,17 @@ Between runs nothing but compiled programs remains: weights, optimizer, caches,
 tasks and noise begin anew, so that two runs of one seed see the same.
 """
 
-import asyncio
 import collections
-import contextlib
 import dataclasses
 import gc
+import selectors
 import time
 import typing
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float32
 
 from models import policy as policy_lib
 from rl import assemble, initial_state
@@ -29,11 +27,28 @@ from rl.engine import contract
 from rl.loop import progress
 from rl.pools import router, weight_publisher
 from rl.runtime import trace
-from rl.train import learner, train_state
+from rl.train import train_state
 
-Trained = Sequence[tuple[trajectory.Group, Float32[np.ndarray, " G"]]]
-BESIDE = "beside"
-"""Name of the learner's spans that train for nothing."""
+HOST_WAITS = "event loop"
+"""Track of the spans in which the event loop waits for something to do."""
+
+
+class TimedSelector(selectors.DefaultSelector):
+  """A selector that records its waits, for a loop of `asyncio.Runner`.
+
+  Attributes:
+    spans: gets them, on track HOST_WAITS; None drops them.
+  """
+
+  spans: trace.Trace | None = None
+
+  def select(self, timeout: float | None = None) -> Any:
+    """Waits as its base class does."""
+    start = time.monotonic()
+    ready = super().select(timeout)
+    if self.spans is not None:
+      self.spans.add(HOST_WAITS, HOST_WAITS, start, time.monotonic())
+    return ready
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +57,7 @@ class Run:
 
   Attributes:
     metrics: of each round.
-    trained: groups of the last round with their advantages.
+    groups: trained, in order.
     cpu_s: of the whole process, while it ran.
   """
 
@@ -50,7 +65,7 @@ class Run:
   events: Sequence[event_log.Event]
   spans: Sequence[trace.Span]
   metrics: Sequence[Mapping[str, float]]
-  trained: Trained
+  groups: Sequence[trajectory.Group]
   wall_s: float
   cpu_s: float
 
@@ -74,14 +89,11 @@ class Bench:
     await parts.start(state, 0)
     await parts.learner_thread.run("warm up", _compile, parts, state)
 
-  async def play(
-    self, experiment: experiment_lib.Experiment, beside: Trained = ()
-  ) -> Run:
+  async def play(self, experiment: experiment_lib.Experiment) -> Run:
     """Returns a run from the initial weights.
 
     Args:
       experiment: of the same model, engine, batch and placement.
-      beside: keeps the learner at work on these whenever it is free.
 
     Raises:
       RuntimeError: it broke a promise of its schedule.
@@ -93,12 +105,9 @@ class Bench:
     gc.collect()
     gc.freeze()
     start_s, start_cpu_s = time.monotonic(), time.process_time()
-    async with contextlib.AsyncExitStack() as stack:
-      if beside:
-        await stack.enter_async_context(self._at_work(beside))
-      await assemble.coordinate(parts, watcher).run(
-        progress.beginning(state, parts.tasks.cursor)
-      )
+    await assemble.coordinate(parts, watcher).run(
+      progress.beginning(state, parts.tasks.cursor)
+    )
     wall_s, cpu_s = time.monotonic(), time.process_time()
     offset = parts.log.since(parts.spans.origin)
     return Run(
@@ -106,36 +115,10 @@ class Bench:
       events=_checked(parts),
       spans=[_later(s, offset) for s in parts.spans.spans[first:]],
       metrics=watcher.metrics,
-      trained=watcher.trained,
+      groups=watcher.groups,
       wall_s=wall_s - start_s,
       cpu_s=cpu_s - start_cpu_s,
     )
-
-  @contextlib.asynccontextmanager
-  async def _at_work(self, trained: Trained) -> AsyncGenerator[None]:
-    """Has the learner train whenever it is free, for nothing."""
-    parts = self._parts
-    shape, run = parts.experiment.batch, parts.learner_thread.run
-    params = (await run("init", self._fresh)).params
-    groups = [group for group, _ in trained]
-    packed, *_ = batch.pack(
-      [t for group in groups for t in group.trajectories],
-      rows=shape.rows,
-      length=shape.length,
-      version=0,
-      share_prompts=shape.share_prompts,
-    ).batches
-
-    async def work() -> None:
-      while True:
-        await run(BESIDE, _train, parts.programs, params, packed)
-
-    working = asyncio.create_task(work())
-    try:
-      yield
-    finally:
-      working.cancel()
-      await asyncio.wait([working])
 
   async def _begin(self) -> train_state.TrainState:
     """Returns the initial state, which the engines serve with empty caches."""
@@ -235,11 +218,11 @@ class _Watcher(progress.RunObserver):
 
   def __init__(self):
     self.metrics: list[Mapping[str, float]] = []
-    self.trained: Trained = ()
+    self.groups: list[trajectory.Group] = []
 
   async def on_round(self, trained: progress.TrainedRound) -> None:
     self.metrics.append(trained.metrics)
-    self.trained = list(zip(trained.groups, trained.advantages, strict=True))
+    self.groups += trained.groups
 
 
 def _compile(parts: assemble.Parts, state: train_state.TrainState) -> None:
@@ -255,10 +238,6 @@ def _compile(parts: assemble.Parts, state: train_state.TrainState) -> None:
   programs.update(copy, total)
   probe = jax.tree.map(lambda x: x[:8], packed)
   programs.score(state.params, programs.place(probe))
-
-
-def _train(programs: learner.Learner, params: Any, packed: batch.Batch) -> Any:
-  return programs.accumulate(params, None, programs.place(packed))
 
 
 def _later(span: trace.Span, seconds: float) -> trace.Span:

@@ -11,6 +11,7 @@ from rl.data import trajectory
 from rl.pools import weight_transfer
 from rl.runtime import trace
 from rl.settings import checks
+from rl.simulation import host_thread
 from rl.train import trainer
 
 
@@ -20,6 +21,8 @@ class LearnerSpeed:
 
   Attributes:
     token_s: seconds of a trained id, context included.
+    batch_ids: trained at once: fewer wait for more, or for the end of their
+      update; 0: whatever there is trains at once.
     update_s: seconds of an optimizer step.
     describe_s: seconds after each publish to compare the log-probabilities of
       engine and learner.
@@ -27,6 +30,7 @@ class LearnerSpeed:
   """
 
   token_s: float = 1e-4
+  batch_ids: float = 0.0
   update_s: float = 1.0
   describe_s: float = 0.0
   accelerators: int = 8
@@ -34,8 +38,8 @@ class LearnerSpeed:
   def validate(self) -> None:
     """Raises ValueError on a time below 0, or a mesh without accelerators."""
     where = "cluster.learner"
-    times = ("token_s", "update_s", "describe_s")
-    checks.finite_at_least(self, 0, *times, where=where)
+    names = ("token_s", "batch_ids", "update_s", "describe_s")
+    checks.finite_at_least(self, 0, *names, where=where)
     checks.at_least(self, 1, "accelerators", where=where)
 
 
@@ -43,12 +47,22 @@ class SimulatedTrainer:
   """Trains in virtual time; its weights are the number of updates.
 
   The coordinator calls it; see `trainer.Trainer`.
+
+  Args:
+    thread: that packs; None: packing takes no time.
   """
 
-  def __init__(self, learner: LearnerSpeed, spans: trace.Trace):
+  def __init__(
+    self,
+    learner: LearnerSpeed,
+    spans: trace.Trace,
+    thread: host_thread.HostThread | None = None,
+  ):
     self._learner = learner
     self._spans = spans
+    self._thread = thread or host_thread.HostThread(host_thread.HostWork())
     self._version = 0
+    self._waiting_ids = 0.0
     self.state = 0
 
   def restore(self, state: int) -> None:
@@ -69,19 +83,31 @@ class SimulatedTrainer:
   async def accumulate(
     self, groups: Sequence[trajectory.Group]
   ) -> Sequence[trainer.MemberUse]:
-    """Waits for the time of all ids of members without a fault."""
+    """Waits for the time of full batches, of members without a fault."""
+    await self._thread.pack(len(groups))
     used = [_used(group) for group in groups]
-    ids = sum(
+    self._waiting_ids += sum(
       member.num_ids
       for group, one in zip(groups, used, strict=True)
       for member, trained in zip(group.trajectories, one.trained, strict=True)
       if trained
     )
-    await self._work("accumulate", ids * self._learner.token_s, ids=ids)
+    size = self._learner.batch_ids
+    await self._train(
+      self._waiting_ids // size * size if size else self._waiting_ids
+    )
     return used
 
+  async def _train(self, ids: float) -> None:
+    """Trains so many of the ids that wait."""
+    self._waiting_ids -= ids
+    seconds = ids * self._learner.token_s
+    await self._work("accumulate", seconds, ids=round(ids))
+
   async def update(self) -> dict[str, float]:
-    """Waits for the time of an optimizer step."""
+    """Waits for the time of what is left, and of an optimizer step."""
+    if self._waiting_ids:
+      await self._train(self._waiting_ids)
     await self._work("update", self._learner.update_s)
     self.state += 1
     return {"tokens": 0.0, "grad_norm": 0.0}

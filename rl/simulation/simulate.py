@@ -17,6 +17,7 @@ import gc
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rl.algorithms import group_filters
 from rl.audit import checker, event_log, token_ledger
@@ -28,10 +29,16 @@ from rl.runtime import trace, virtual_clock
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap as overlap_lib
 from rl.settings import checks
+from rl.simulation import (
+  dispatched_engine,
+  host_thread,
+  prefill_pool,
+  resources,
+  workload,
+)
 from rl.simulation import engine as simulated_engine
 from rl.simulation import hosts as hosts_lib
 from rl.simulation import learner as simulated_learner
-from rl.simulation import prefill_pool, resources, workload
 from rl.simulation import processor as simulated_processor
 from rl.simulation import world as world_lib
 
@@ -49,6 +56,8 @@ class EnginePool:
     cost: of an hour of one of its engines, in any unit.
     prefill: engines that encode contexts for these; None: they do it
       themselves, `Speed.prefill_per_s` a second.
+    dispatches: of built-in engines, one by one, in the place of `speed`, which
+      then only says the most that they decode; None: requests share an engine.
   """
 
   name: str = "decode"
@@ -58,6 +67,7 @@ class EnginePool:
   cost: float = 1.0
   accelerators: int = 1
   prefill: prefill_pool.PrefillPool | None = None
+  dispatches: dispatched_engine.Dispatches | None = None
 
   @property
   def ids_per_s(self) -> float:
@@ -77,6 +87,8 @@ class EnginePool:
     """Raises ValueError on a pool that cannot decode."""
     if self.prefill is not None:
       self.prefill.validate(f"{where}.prefill")
+    if self.dispatches is not None:
+      self.dispatches.validate(f"{where}.dispatches")
     checks.at_least(self, 1, "engines", "accelerators", where=where)
     checks.above(self, 0, "cost", where=where)
     self.speed.validate(f"{where}.speed")
@@ -91,12 +103,14 @@ class Cluster:
       before it stands still for `Speed.update_s`.
     weights: their way to the engines, in the place of `transfer_s`; None: they
       take so many seconds.
+    host: the work of its one thread that runs the event loop.
   """
 
   learner: simulated_learner.LearnerSpeed = simulated_learner.LearnerSpeed()
   pools: tuple[EnginePool, ...] = (EnginePool(),)
   transfer_s: float = 3.0
   weights: resources.WeightPath | None = None
+  host: host_thread.HostWork = host_thread.HostWork()
 
   @property
   def hidden_s(self) -> float:
@@ -299,13 +313,17 @@ async def play(
   if world is None:
     seats = settings.rewards and resources.SeatPool(settings.rewards)
     hosts = settings.hosts and hosts_lib.HostPool(settings.hosts)
-    world = world_lib.World(settings.workloads, settings.seed, seats, hosts)
+    thread = host_thread.HostThread(settings.cluster.host)
+    world = world_lib.World(
+      settings.workloads, settings.seed, seats, hosts, thread
+    )
   loop = asyncio.get_running_loop()
   assert isinstance(loop, virtual_clock.EventLoop)
   start_s = time.perf_counter()
   run = _Run(settings, world, keep_turns, run_dir, observer)
   if listener is not None:
     run.log.listeners.append(listener)
+  await run.start()
   await run.coordinator.run(progress_lib.beginning(0, run.tasks.cursor))
   run.log.flush()
   run.spans.flush()
@@ -366,12 +384,7 @@ class _Run:
       for pool in settings.cluster.pools
       if pool.prefill is not None
     }
-    self.engines = [
-      simulated_engine.SimulatedEngine(
-        pool.speed, self.world.answer_tokens, self._prefill.get(pool.name)
-      )
-      for pool in pools
-    ]
+    self.engines = [self._engine(pool) for pool in pools]
     self.router = router.Router(
       self.engines,
       infos=[placement.EngineInfo(pool.name, pool.kind) for pool in pools],
@@ -381,6 +394,24 @@ class _Run:
     )
     self.served: dict[int, list[float]] = {}
     self.coordinator = self._coordinator(watchdog_lib.Watchdog(clock=clock))
+
+  def _engine(
+    self, pool: EnginePool
+  ) -> simulated_engine.SimulatedEngine | dispatched_engine.DispatchedEngine:
+    if pool.dispatches is not None:
+      return dispatched_engine.DispatchedEngine(
+        pool.dispatches, self.world.ids, self.world.thread
+      )
+    return simulated_engine.SimulatedEngine(
+      pool.speed, self.world.answer_tokens, self._prefill.get(pool.name)
+    )
+
+  async def start(self) -> None:
+    """Has all engines serve the first version."""
+    weights: Any = 0
+    for engine in self.engines:
+      if isinstance(engine, dispatched_engine.DispatchedEngine):
+        await engine.start(weights, 0)
 
   def _coordinator(
     self, watchdog: watchdog_lib.Watchdog
@@ -412,7 +443,7 @@ class _Run:
         group_filter=group_filters.keep_all,
       ),
       trainer=simulated_learner.SimulatedTrainer(
-        settings.cluster.learner, self.spans
+        settings.cluster.learner, self.spans, self.world.thread
       ),
       publisher=weight_publisher.WeightPublisher(
         self.router,

@@ -18,10 +18,11 @@ from jaxtyping import Int32
 
 from envs import base
 from models.chat import tool_calls
+from rl.data import trajectory
 from rl.engine import contract
 from rl.simulation import engine as simulated_engine
+from rl.simulation import host_thread, recording, resources
 from rl.simulation import hosts as hosts_lib
-from rl.simulation import resources
 from rl.simulation import workload as workload_lib
 
 _STOP_ID = 1
@@ -45,12 +46,19 @@ class World:
     workloads: with different names.
     seats: at which its rewards are computed; None: each only takes its time.
     hosts: of its environments; None: there is room for all.
+    thread: that starts and turns share.
+    recorded: groups whose turns and ids the only workload repeats; empty: they
+      are drawn.
   """
 
   workloads: Sequence[workload_lib.Workload]
   seed: int
   seats: resources.SeatPool | None = None
   hosts: hosts_lib.HostPool | None = None
+  thread: host_thread.HostThread = dataclasses.field(
+    default_factory=lambda: host_thread.HostThread(host_thread.HostWork())
+  )
+  recorded: Sequence[trajectory.Group] = ()
   name: str = "simulated"
   stateless: bool = True
   stop_ids: tuple[int, ...] = (_STOP_ID,)
@@ -61,7 +69,7 @@ class World:
       for number, workload in enumerate(self.workloads)
     )
     self.weights = tuple(workload.share for workload in self.workloads)
-    self._draws = [workload_lib.Draws(w, self.seed) for w in self.workloads]
+    self._draws = [self._draws_of(workload) for workload in self.workloads]
     self._numbers = {w.name: i for i, w in enumerate(self.workloads)}
     # The plays begun of a task, of tasks in the order of their last play.
     self._built: dict[str, int] = {}
@@ -69,6 +77,11 @@ class World:
     self._gradings: dict[int, int] = {}
     self._num_plays = 0
     self._rising = _rising(_FIRST_IDS)
+
+  def _draws_of(self, workload: workload_lib.Workload) -> workload_lib.Draws:
+    if self.recorded:
+      return recording.RecordedDraws(workload, self.seed, self.recorded)
+    return workload_lib.Draws(workload, self.seed)
 
   # The source.
 
@@ -96,6 +109,7 @@ class World:
       member,
       play,
       hosts if hosts and hosts.serves(task.source) else None,
+      self.thread,
     )
 
   # The reward.
@@ -128,8 +142,21 @@ class World:
   def answer_tokens(self, request: contract.DecodeRequest) -> int:
     """Returns the length of an answer before it is cut."""
     source, member = self._plays[request.tokens[0]]
-    turn = int(request.request_id.rpartition("/")[2])
-    return self._draws[source].count("answer_tokens", member, turn)
+    return self._draws[source].count("answer_tokens", member, _turn(request))
+
+  def ids(
+    self, request: contract.DecodeRequest
+  ) -> tuple[Int32[np.ndarray, " P"], Int32[np.ndarray, " T"]]:
+    """Returns the context of a request as recorded, and its whole answer.
+
+    Where nothing is recorded ids differ between plays, and answers are 0.
+    """
+    source, member = self._plays[request.tokens[0]]
+    draws = self._draws[source]
+    if isinstance(draws, recording.RecordedDraws):
+      return draws.ids(member, _turn(request))
+    count = self.answer_tokens(request)
+    return request.tokens, simulated_engine.constant(0, count, np.int32)
 
   # The chat.
 
@@ -219,6 +246,7 @@ class _Environment:
   Args:
     play: its number, the first id of the conversation.
     hosts: that it needs a slot of.
+    thread: that it shares with all others.
   """
 
   # As of `SimulatedEngine`.
@@ -239,8 +267,10 @@ class _Environment:
     member: workload_lib.GroupMember,
     play: int,
     hosts: hosts_lib.HostPool | None,
+    thread: host_thread.HostThread,
   ):
     self._hosts = hosts
+    self._thread = thread
     self._place: hosts_lib.Place | None = None
     self.admit = self._admit if hosts else None
     self._draws = draws
@@ -255,6 +285,7 @@ class _Environment:
 
   async def start(self) -> Sequence[base.Message]:
     await self._wait(self._draws.of_turn("start_s", self._member), starts=True)
+    await self._thread.turn()
     if self._draws.faulty("start", self._member):
       raise OSError("a simulated environment did not start")
     ids = self._draws.of_task("prompt_tokens", self._member.task)
@@ -263,7 +294,7 @@ class _Environment:
   def step(self, answer: base.Message) -> Awaitable[base.Step]:
     turn, self._steps = self._steps, self._steps + 1
     seconds = self._draws.of_turn("step_s", self._member, turn)
-    if self._place is not None:
+    if self._place is not None or self._thread.is_shared:
       return self._step_there(seconds, turn)
     # A future costs less than a task that sleeps, and these are most waits.
     loop = asyncio.get_running_loop()
@@ -276,6 +307,7 @@ class _Environment:
 
   async def _step_there(self, seconds: float, turn: int) -> base.Step:
     await self._wait(seconds)
+    await self._thread.turn()
     return self._reply(turn)
 
   def _give(self, reply: asyncio.Future[base.Step], turn: int) -> None:
@@ -320,6 +352,11 @@ def _message(ids: int) -> base.Message:
 def _count(content: str) -> int:
   """Returns the count of ids of a reply."""
   return int(content)
+
+
+def _turn(request: contract.DecodeRequest) -> int:
+  """Returns the number of the turn that a request asks for."""
+  return int(request.request_id.rpartition("/")[2])
 
 
 def _numbers(message: base.Message) -> list[int]:
