@@ -66,6 +66,30 @@ def test_it_takes_the_seconds_of_all_ids_without_a_fault():
   assert isinstance(trainer, trainer_lib.Trainer)
 
 
+def test_ids_that_fill_no_batch_train_with_the_update():
+  async def main():
+    spans = spans_of_now()
+    learner = simulated_learner.LearnerSpeed(
+      token_s=0.1, batch_ids=25.0, update_s=5.0
+    )
+    trainer = simulated_learner.SimulatedTrainer(learner, spans)
+    for tokens in (20, 30):
+      group = trajectory.Group(
+        group_id=0, trajectories=[member(0, tokens)], admitted=0
+      )
+      await trainer.accumulate([group])
+    await trainer.update()
+    return [(s.name, round(s.end - s.start, 6)) for s in spans.spans]
+
+  # 30 ids are a batch of 25 and 5; with 40 more there is one again, and 20.
+  assert virtual_clock.run(main()) == [
+    ("accumulate", 2.5),
+    ("accumulate", 2.5),
+    ("accumulate", 2.0),
+    ("update", 5.0),
+  ]
+
+
 def test_weights_travel_and_then_every_engine_stands_still():
   async def main():
     loop = asyncio.get_running_loop()
