@@ -327,7 +327,6 @@ def compared(task: str, runs: _Runs) -> Iterator[dict]:
       "simulated": _medians(said),
       "ratio": statistics.median(ratios),
       "ratio_range": (min(ratios), max(ratios)),
-      "fitted": name in FITTED,
     }
 
 
@@ -360,6 +359,7 @@ def main(argv: list[str]) -> None:
     "overlap",
     rounds=_ROUNDS.value,
     repeats=_REPEATS.value,
+    fitted=FITTED,
     declared={"dispatch_s": _DISPATCH_S.value, "row_s": _ROW_S.value},
     rows=rows,
     beyond=off,

@@ -17,6 +17,11 @@ _SCHEDULES = {
   "drop": "in flight, as completed, drop",
   "recycle": "in flight, as completed, recycle",
 }
+_TASKS = {
+  "as_is": "as it is",
+  "slow": "steps of 30 ms",
+  "accelerator": "declared seconds",
+}
 
 
 def overlap_as_is(result: Mapping[str, Any]) -> cells.Rows:
@@ -41,6 +46,7 @@ def _overlap(result: Mapping[str, Any], task: str) -> cells.Rows:
     "T*, ms", "simulated / measured",
   )  # fmt: skip
   rows = [row for row in result["rows"] if row["task"] == task]
+  fitted = ", fitted"
   for row in rows:
     measured = row["measured"]
     busy = [
@@ -58,7 +64,32 @@ def _overlap(result: Mapping[str, Any], task: str) -> cells.Rows:
       f"{100 * measured['useful']:.0f} %",
       f"{100 * measured['success']:.1f} %",
       f"{1000 * row['simulated']['ideal_s']:,.0f}",
-      f"{row['ratio']:.2f}x",
+      f"{row['ratio']:.2f}x" + fitted * (row["schedule"] in result["fitted"]),
+    )
+
+
+def overlap_agreement(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields how far the simulation is from what was measured, by task."""
+  yield (
+    "task", "predicted rows", "within 10 %", "within 15 %",
+    "simulated / measured", "T* / round, in flight",
+  )  # fmt: skip
+  for task, name in _TASKS.items():
+    rows = [row for row in result["rows"] if row["task"] == task]
+    ratios = [
+      row["ratio"] for row in rows if row["schedule"] not in result["fitted"]
+    ]
+    flying = next(row for row in rows if row["schedule"] == "in_flight")
+    ideal = flying["simulated"]["ideal_s"] / flying["measured"]["step_s"]
+    yield (
+      name,
+      str(len(ratios)),
+      *(
+        str(sum(abs(ratio - 1.0) <= far for ratio in ratios))
+        for far in (0.1, 0.15)
+      ),
+      f"{min(ratios):.2f} to {max(ratios):.2f}x",
+      f"{ideal:.0%}".replace("%", " %"),
     )
 
 
@@ -79,5 +110,6 @@ TABLES: cells.Tables = (
   overlap_as_is,
   overlap_slow,
   overlap_accelerator,
+  overlap_agreement,
   repeatable,
 )
