@@ -32,6 +32,7 @@ from rl.simulation import host_thread, processor
 
 _LOGPROB = -0.5
 _IDS = 2**31 - 1
+_LEAST_DELAY_S = 1e-5
 
 Ids = Int32[np.ndarray, " n"]
 Conversation = Callable[[contract.DecodeRequest], tuple[Ids, Ids]]
@@ -165,7 +166,8 @@ class DispatchedEngine(engine.BuiltinEngine):
       typing.cast(mesh_thread.MeshThread, self._mesh),
       dataclasses.replace(settings.capabilities(model), vocab_size=_IDS),
       min_copied_ids=settings.min_copied_ids,
-      batching_delay_s=settings.batching_delay_s,
+      # Polled from the clock, which would never move without any.
+      batching_delay_s=max(settings.batching_delay_s, _LEAST_DELAY_S),
       bias_slots=0,
       num_drafts=0,
       draft_rows=settings.speculative_rows,
