@@ -6,8 +6,10 @@ BuiltinEngine._launch -> SimulatedMesh.submit: one dispatch after another
 
 Queue, scheduler, pages and prefix cache are those of a real run, so rows wait
 for a dispatch that pays, two are in flight, and new weights have contexts
-encoded again. A simulated turn costs about as much of the processor as a real
-one; `engine.SimulatedEngine` costs far less, and knows only a token's time.
+encoded again. An idle engine looks for requests when the turns that the host
+has begun have ended. A simulated turn costs about as much of the processor as
+a real one; `engine.SimulatedEngine` costs far less, and knows only a token's
+time.
 """
 
 import asyncio
@@ -33,6 +35,7 @@ from rl.simulation import host_thread, processor
 _LOGPROB = -0.5
 _IDS = 2**31 - 1
 _LEAST_DELAY_S = 1e-5
+_LOOK_S = 1e-4
 
 Ids = Int32[np.ndarray, " n"]
 Conversation = Callable[[contract.DecodeRequest], tuple[Ids, Ids]]
@@ -156,6 +159,7 @@ class DispatchedEngine(engine.BuiltinEngine):
     host: host_thread.HostThread,
   ):
     self._conversation = conversation
+    self._host = host
     self._mesh = SimulatedMesh(dispatches.dispatch_s, host, self._cause)
     self._sessions = self._graded = 0
     settings, model = dispatches.settings, dispatches.model
@@ -187,6 +191,14 @@ class DispatchedEngine(engine.BuiltinEngine):
     )
     self._mesh.answers[state.future] = answer
     return state
+
+  def _delays_batch(self) -> bool:
+    # A loop looks at its timers when it has gone round, however short the
+    # delay, and about then these turns have asked again.
+    if self._host.has_turns:
+      asyncio.get_running_loop().call_later(_LOOK_S, self._wake.set)
+      return True
+    return super()._delays_batch()
 
   @property
   def served(self) -> float:

@@ -44,11 +44,11 @@ def request(number, tokens, max_tokens=2):
   )
 
 
-def play(main, answer=ANSWER, host_s=0.0):
+def play(main, answer=ANSWER, **work):
   """Returns what `main` returns, given an engine and its host's thread."""
 
   async def run():
-    host = host_thread.HostThread(host_thread.HostWork(turn_s=host_s))
+    host = host_thread.HostThread(host_thread.HostWork(**work))
     engine = dispatched_engine.DispatchedEngine(
       dispatches(), lambda request: (request.tokens, answer), host
     )
@@ -100,15 +100,28 @@ def test_an_answer_has_its_ids_and_ends_with_the_last():
   assert completion.decode_s == close(2.0)
 
 
-def test_a_result_waits_for_the_thread_of_the_host():
+def test_a_result_waits_while_groups_are_packed():
   async def main(engine, host):
-    busy = asyncio.create_task(host.turn())
+    busy = asyncio.create_task(host.pack(3))
     ended_s = await end_s(engine, request(0, [1, 2]))
     await busy
     return ended_s
 
-  # The dispatch ends at 1 s, and the turn, which began at 0 s, at 3 s.
-  assert play(main, host_s=3.0) == close(3.0)
+  # The dispatch ends at 1 s, and packing, which began at 0 s, at 3 s.
+  assert play(main, group_s=1.0) == close(3.0)
+
+
+def test_an_idle_engine_finds_the_requests_of_all_turns_under_way():
+  async def asked(engine, host, number):
+    await host.turn()
+    return await end_s(engine, request(number, [number, number]))
+
+  async def main(engine, host):
+    turns = [asked(engine, host, n) for n in range(1, 4)]
+    return await asyncio.gather(end_s(engine, request(0, [0, 0])), *turns)
+
+  # All turns end at 3 x 0.1 s: one dispatch for them and the first request.
+  assert play(main, turn_s=0.1) == close([1.3] * 4)
 
 
 def test_states_are_those_of_the_mesh():

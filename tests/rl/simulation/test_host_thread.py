@@ -1,6 +1,7 @@
-"""The thread of a simulated host, on which everything queues."""
+"""The thread of a simulated host, which its turns share."""
 
 import asyncio
+import functools
 
 import pytest
 
@@ -23,15 +24,47 @@ def ends(work, *calls):
   return virtual_clock.run(main())
 
 
-def test_work_is_done_one_after_another():
-  found = ends(
-    host_thread.HostWork(turn_s=1.0, group_s=0.5),
-    lambda thread: thread.turn(),
-    lambda thread: thread.pack(4),
-    lambda thread: thread.turn(),
-  )
-  # 1 s, then 4 x 0.5 s, then 1 s.
-  assert found == pytest.approx([1.0, 3.0, 4.0])
+WORK = host_thread.HostWork(turn_s=1.0, group_s=0.5)
+
+
+async def turn(thread, after_s=0.0):
+  await asyncio.sleep(after_s)
+  await thread.turn()
+
+
+async def pack(thread, after_s=0.0):
+  await asyncio.sleep(after_s)
+  await thread.pack(4)
+
+
+def test_turns_that_begin_together_end_together():
+  assert ends(WORK, turn, turn, turn) == pytest.approx([3.0] * 3)
+
+
+def test_a_later_turn_takes_its_share():
+  found = ends(WORK, turn, functools.partial(turn, after_s=0.5))
+  # Alone for 0.5 s, the first needs 0.5 s more, twice as long beside another;
+  # that has then had 0.5 s.
+  assert found == pytest.approx([1.5, 2.0])
+
+
+def test_nothing_goes_on_while_groups_are_packed():
+  found = ends(WORK, turn, functools.partial(pack, after_s=0.25), pack)
+  # From 0 s on 4 x 0.5 s for each pack, one after the other, and then the turn.
+  assert found == pytest.approx([5.0, 4.0, 2.0])
+
+
+def test_a_turn_that_was_cancelled_still_takes_its_share():
+  async def main():
+    thread = host_thread.HostThread(WORK)
+    first = asyncio.create_task(thread.turn())
+    second = asyncio.create_task(thread.turn())
+    await asyncio.sleep(0.5)
+    first.cancel()
+    await second
+    return asyncio.get_running_loop().time()
+
+  assert virtual_clock.run(main()) == pytest.approx(2.0)
 
 
 def test_a_host_without_work_takes_no_time():
