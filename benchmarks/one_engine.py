@@ -22,7 +22,7 @@ from models import policy as policy_lib
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.audit import checker, event_log
-from rl.data import batch, trajectory
+from rl.data import trajectory
 from rl.engine import contract
 from rl.loop import progress
 from rl.pools import router, weight_publisher
@@ -82,12 +82,12 @@ class Bench:
     self._params: Any = None
 
   async def start(self) -> None:
-    """Compiles all programs, and trains what the runs start from."""
+    """Trains what the runs start from, and compiles all programs in a round."""
     parts = self._parts
     state = await initial_state.create(parts)
     self._params = jax.device_get(state.params)
     await parts.start(state, 0)
-    await parts.learner_thread.run("warm up", _compile, parts, state)
+    await self.play(dataclasses.replace(parts.experiment, rounds=1))
 
   async def play(self, experiment: experiment_lib.Experiment) -> Run:
     """Returns a run from the initial weights.
@@ -223,21 +223,6 @@ class _Watcher(progress.RunObserver):
   async def on_round(self, trained: progress.TrainedRound) -> None:
     self.metrics.append(trained.metrics)
     self.groups += trained.groups
-
-
-def _compile(parts: assemble.Parts, state: train_state.TrainState) -> None:
-  """Compiles the training programs without training anything."""
-  shape, programs = parts.experiment.batch, parts.programs
-  packed = batch.empty(
-    shape.rows, shape.length, share_prompts=shape.share_prompts
-  )
-  copy = programs.wrap(state.params)
-  placed = programs.place(packed)
-  total = programs.accumulate(copy.params, None, placed)
-  total = programs.accumulate(copy.params, total, placed)
-  programs.update(copy, total)
-  probe = jax.tree.map(lambda x: x[:8], packed)
-  programs.score(state.params, programs.place(probe))
 
 
 def _later(span: trace.Span, seconds: float) -> trace.Span:

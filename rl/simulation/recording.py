@@ -1,6 +1,7 @@
-"""Episodes of a real run, whose turns and ids a simulated one repeats.
+"""Episodes of a real run, whose turns, ids and waits a simulated one repeats.
 
-Engines share what conversations have in common, which lengths do not tell.
+Engines share what conversations have in common, which lengths do not tell; and
+members of a group that said the same may wait equally long.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ from rl.simulation import workload as workload_lib
 
 
 class RecordedDraws(workload_lib.Draws):
-  """Draws in which turns and lengths are those of recorded groups.
+  """Draws in which turns, lengths and steps are those of recorded groups.
 
   A task is given the next group when it is first asked for, over and over.
 
   Args:
-    groups: at least one; all of one size.
+    groups: at least one; all of one size. A step takes the `env_s` of its turn.
   """
 
   def __init__(
@@ -42,6 +43,17 @@ class RecordedDraws(workload_lib.Draws):
     if what == "prompt_tokens":
       return float(len(self.episode(task).turns[0].context))
     return super().of_task(what, task)
+
+  def of_turn(
+    self,
+    what: workload_lib.Quantity,
+    member: workload_lib.GroupMember,
+    turn: int = 0,
+  ) -> float:
+    """Returns the seconds of a step, or a draw."""
+    if what == "step_s":
+      return self.episode(*member).turns[turn].env_s
+    return super().of_turn(what, member, turn)
 
   def count(
     self,

@@ -35,6 +35,7 @@ def group(number, turns):
           logprobs=np.zeros(2, np.float32),
           versions=np.zeros(2, np.int32),
           stop="length",
+          env_s=0.1 * turn,
         )
         for turn in range(turns)
       ],
@@ -57,6 +58,8 @@ def test_tasks_get_groups_in_turn_and_plays_their_members():
   assert context.tolist() == [21, 21, 21, 0, 5, 21, 21, 21]
   assert answer.tolist() == [1, 5]
   assert draws.count("reply_tokens", members[2], 0) == 3
+  waits = [draws.of_turn("step_s", members[2], turn) for turn in range(3)]
+  assert waits == [0.1 * turn for turn in range(3)]
   assert draws.of_task("prompt_tokens", 20) == 3.0
 
 
