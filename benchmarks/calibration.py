@@ -2,7 +2,7 @@
 
   sync, alone      -> seconds of a dispatch, of a trained id, of an optimizer
                       step, of a publish; of the host for a turn and a group
-  sync, episodes   -> turns and ids, repeated; within-group correlation
+  sync, episodes   -> turns, ids and declared waits, repeated
   in flight        -> seconds of a publish behind training; slowdown of
                       decoding, learner and host while both meshes work
 
@@ -11,14 +11,13 @@ On one machine they share its cores, and the difference is the cost of that.
 Nothing is fitted to any other schedule.
 """
 
-import collections
 import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
 
 from benchmarks import one_engine
-from envs import delayed
+from envs import base, delayed
 from rl.audit import event_log
 from rl.data import batch, trajectory
 from rl.engine.builtin import settings as engine_settings
@@ -87,12 +86,8 @@ class Calibrated:
     return dataclasses.replace(settings, cluster=cluster)
 
 
-def of(sync: one_engine.Run, flying: one_engine.Run, rounds: int) -> Calibrated:
-  """Returns the calibration by a synchronous run and one in flight.
-
-  Args:
-    rounds: to be simulated.
-  """
+def of(sync: one_engine.Run, flying: one_engine.Run) -> Calibrated:
+  """Returns the calibration by a synchronous run and one in flight."""
   sync, flying = settled(sync), settled(flying)
   experiment, log = sync.experiment, sync.events
   work = host_work(sync)
@@ -106,14 +101,14 @@ def of(sync: one_engine.Run, flying: one_engine.Run, rounds: int) -> Calibrated:
     workloads=(task(sync),),
     overlap=experiment.overlap,
     rollout=experiment.rollout,
-    rounds=rounds,
+    rounds=experiment.rounds,
     seed=experiment.seed,
   )
   return Calibrated(
     settings=settings,
     sharing=sharing(sync, flying, work),
     behind_s=_publish_s(flying.events),
-    recorded=sync.groups,
+    recorded=recorded(sync),
   )
 
 
@@ -122,7 +117,8 @@ def settled(run: one_engine.Run) -> one_engine.Run:
   served = [e["t"] for e in event_log.of_kind(run.events, "published")]
   log = [e for e in run.events if e["t"] > served[0]]
   spans = [s for s in run.spans if served[0] < s.start and s.end < served[-1]]
-  return dataclasses.replace(run, events=log, spans=spans)
+  groups = run.groups[run.experiment.overlap.groups_per_round :]
+  return dataclasses.replace(run, events=log, spans=spans, groups=groups)
 
 
 # Two meshes on the cores of one machine.
@@ -300,28 +296,38 @@ def task(run: one_engine.Run) -> workload.Workload:
     answer_tokens=fitting.counts([e["tokens"] for e in turns if e["tokens"]]),
     reply_tokens=distributions.Fixed(reply),
     step_s=step_s,
-    correlation=correlation(log),
     success=statistics.fmean(value >= 1.0 for value in rewards),
   )
 
 
-def correlation(log: Sequence[event_log.Event]) -> float:
-  """Returns the within-group correlation of environment seconds.
+def recorded(run: one_engine.Run) -> list[trajectory.Group]:
+  """Returns the groups of a run, whose steps take what is declared."""
+  source, chat = run.experiment.environment, run.experiment.build_chat()
 
-  The engine has no part in these.
-  """
-  rounds = {e["group"]: e["version"] for e in event_log.of_kind(log, "trained")}
-  turns = list(event_log.of_kind(log, "turn"))
-  # Only the machine causes a deviation that a whole round has in common.
-  round_s: dict[int, list[float]] = collections.defaultdict(list)
-  for event in turns:
-    round_s[rounds[event["group"]]].append(event["env_s"])
-  usual_s = {version: statistics.fmean(s) for version, s in round_s.items()}
-  excess_s: dict[fitting.MemberId, list[float]] = collections.defaultdict(list)
-  for event in turns:
-    seconds = event["env_s"] - usual_s[rounds[event["group"]]]
-    excess_s[event_log.member(event)].append(seconds)
-  return fitting.correlation(excess_s)
+  def declared(
+    task: base.Task, member: trajectory.Trajectory
+  ) -> trajectory.Trajectory:
+    said = [chat.parse(turn.tokens).content for turn in member.turns]
+    turns = [
+      dataclasses.replace(turn, env_s=_declared_s(source, task, said[: i + 1]))
+      for i, turn in enumerate(member.turns)
+    ]
+    return dataclasses.replace(member, turns=turns)
+
+  return [
+    dataclasses.replace(
+      group, trajectories=[declared(group.task, t) for t in group.trajectories]
+    )
+    for group in run.groups
+  ]
+
+
+def _declared_s(
+  source: base.Source, task: base.Task, answers: Sequence[str]
+) -> float:
+  if isinstance(source, delayed.Delayed):
+    return source.wait_s(task, answers)
+  return 0.0
 
 
 # Training.
