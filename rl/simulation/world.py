@@ -258,6 +258,7 @@ class _Environment:
     "_place",
     "_play",
     "_steps",
+    "_thread",
     "admit",
   )
 
