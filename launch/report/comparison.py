@@ -6,15 +6,21 @@ run directories -> read -> ComparedRun -> groups that differ in seed only
 
 import collections
 import dataclasses
+import hashlib
+import json
 import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.cli import known_programs
 from launch.report import run_files
 from models import untrusted_files
 from rl.settings import overrides
+
+EVALUATION = "evaluation/"
+"""Begins the names of metrics of evaluations."""
 
 _SEED = "seed"
 _LAST = 10
@@ -30,6 +36,7 @@ class ComparedRun:
   Attributes:
     settings: each leaf of config.json as text, by its dotted name.
     values: the metric of each round that has it.
+    width: rounds of a moving mean; see `width`.
     rounds: that were trained.
     note: why the run is not to be taken as a whole one, or "".
   """
@@ -39,12 +46,13 @@ class ComparedRun:
   values: Mapping[int, float]
   rounds: int
   note: str = ""
+  width: int = _LAST
 
   @property
   def means(self) -> list[float]:
-    """Moving means of the metric over ten rounds, or over all if fewer."""
+    """Moving means of the metric over its width, or over all if fewer."""
     values = [self.values[number] for number in sorted(self.values)]
-    width = min(_LAST, len(values))
+    width = min(self.width, len(values))
     return [
       statistics.fmean(values[end - width : end])
       for end in range(max(width, 1), len(values) + 1)
@@ -53,7 +61,7 @@ class ComparedRun:
   @property
   def last(self) -> float | None:
     """The newest moving mean; None without any."""
-    return last_mean(self.values)
+    return last_mean(self.values, self.width)
 
   def best(self, less: bool) -> float | None:
     """Returns the best moving mean; None without any.
@@ -81,8 +89,9 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
         name=directory.name,
         settings=_settings(directory),
         values=values_of(rows, metric),
-        rounds=len(rows),
+        rounds=len(rows) - (0 in rows),
         note=note(directory),
+        width=width(metric),
       )
     )
   if not runs:
@@ -97,9 +106,14 @@ def values(directory: pathlib.Path, metric: str) -> dict[int, float]:
   return values_of(_rounds(directory), metric)
 
 
-def last_mean(values: Mapping[int, float]) -> float | None:
-  """Returns the mean of the newest ten values by round; None without any."""
-  newest = sorted(values)[-_LAST:]
+def width(metric: str) -> int:
+  """Returns the rounds of a moving mean: 1 for evaluations, which are means."""
+  return 1 if metric.startswith(EVALUATION) else _LAST
+
+
+def last_mean(values: Mapping[int, float], width: int = _LAST) -> float | None:
+  """Returns the mean of the newest values by round; None without any."""
+  newest = sorted(values)[-width:]
   return statistics.fmean(map(values.__getitem__, newest)) if newest else None
 
 
@@ -114,8 +128,28 @@ def values_of(
   }
 
 
+def with_evaluations(
+  metrics: Mapping[int, Mapping[str, Any]],
+  evaluations: Mapping[int, Mapping[str, Any]],
+) -> dict[int, dict[str, Any]]:
+  """Returns the metrics by round, with those of evaluations after it.
+
+  These begin with "evaluation/", as in docs/metrics.md. Round 0 has what was
+  evaluated before training.
+  """
+  rows = {number: dict(row) for number, row in metrics.items()}
+  for number, row in evaluations.items():
+    if number in metrics or number == 0:
+      named = {f"{EVALUATION}{name}": x for name, x in row.items()}
+      rows[number] = named | rows.get(number, {"round": number})
+  return rows
+
+
 def _rounds(directory: pathlib.Path) -> dict[int, dict[str, Any]]:
-  return run_files.by_round(directory / "metrics.jsonl", [])
+  return with_evaluations(
+    run_files.by_round(directory / "metrics.jsonl", []),
+    run_files.by_round(directory / "evaluations.jsonl", []),
+  )
 
 
 def note(directory: pathlib.Path) -> str:
@@ -133,9 +167,25 @@ def write_note(directory: pathlib.Path, text: str) -> None:
 
 def _settings(directory: pathlib.Path) -> dict[str, str]:
   try:
-    return overrides.flat(run_files.settings(directory))
+    return settings_of(run_files.settings(directory))
   except (untrusted_files.BadFile, RecursionError):
     return {}
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the leaves of a config.json as text, by dotted name.
+
+  Of a file that is kept in it there is a digest, which tells whether two runs
+  have the same.
+  """
+  kept = config.get(known_programs.KEPT)
+  found = overrides.flat(
+    {x: part for x, part in config.items() if x != known_programs.KEPT}
+  )
+  for name, file in kept.items() if isinstance(kept, dict) else ():
+    digest = hashlib.sha256(json.dumps(file, sort_keys=True).encode())
+    found[f"{known_programs.KEPT}.{name}"] = digest.hexdigest()[:8]
+  return found
 
 
 def differing(runs: Sequence[ComparedRun]) -> list[str]:

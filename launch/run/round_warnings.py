@@ -173,6 +173,7 @@ def _why_empty(metrics: Mapping[str, float]) -> str:
 def _equally_well(metrics: Mapping[str, float]) -> str:
   return (
     f"in {metrics['zero_variance_groups']:.0f} of {metrics['groups']:.0f} "
-    "groups all members did equally well; told again only after a round that "
-    "trains"
+    "groups all members did equally well: the tasks are too easy or too hard, "
+    "or the policy has become certain, against which algorithm.entropy_bonus "
+    "helps; told again only after a round that trains"
   )

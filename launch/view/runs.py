@@ -15,7 +15,6 @@ from launch.report import comparison, metric_docs, run_files
 from launch.run import status_server
 from launch.view import followed_rows
 from models import untrusted_files
-from rl.settings import overrides
 
 MAX_RUNS = 1000
 """Runs that a page lists: those that come first by name."""
@@ -26,12 +25,11 @@ _FROZEN_VALUES, _MIN_FROZEN = 1_000_000, 50
 _MAX_TEXT = 200
 _CONFIG = "config.json"
 _LESS = "↑"
-_EVALUATION = "evaluation/"
-_EVALUATED_S = f"{_EVALUATION}time_s"
+_EVALUATED_S = f"{comparison.EVALUATION}time_s"
 _FIRST = ("success", "reward_mean")
 _AXES = ("rounds", "tokens", "time")
 _REPORT = "report.html"
-_NO_METRICS = ("round", f"{_EVALUATION}round")
+_NO_METRICS = ("round", f"{comparison.EVALUATION}round")
 
 
 class ViewedRun:
@@ -56,17 +54,12 @@ class ViewedRun:
   def rows(self) -> dict[int, dict[str, Any]]:
     """Returns the metrics by round, with those of evaluations after it.
 
-    These begin with "evaluation/", as in docs/metrics.md. Round 0 has what was
-    evaluated before training.
+    See `comparison.with_evaluations`.
     """
     metrics, evaluations = self.metrics.look(), self._evaluations.look()
     key = self.metrics.changes, self._evaluations.changes
     if self._rows is None or self._rows[0] != key:
-      rows = {number: dict(row) for number, row in metrics.items()}
-      for number, row in evaluations.items():
-        if number in metrics or number == 0:
-          named = {f"{_EVALUATION}{name}": x for name, x in row.items()}
-          rows[number] = named | rows.get(number, {"round": number})
+      rows = comparison.with_evaluations(metrics, evaluations)
       self._rows = key, rows
     return self._rows[1]
 
@@ -82,7 +75,9 @@ class ViewedRun:
     assert self._rows is not None
     key = metric, less, self._rows[0]
     if self._curve is None or self._curve[0] != key:
-      compared = self.compared(comparison.values_of(rows, metric))
+      compared = self.compared(
+        comparison.values_of(rows, metric), comparison.width(metric)
+      )
       axes = places(rows)
       values = [compared.values.get(number) for number in axes["rounds"]]
       columns = {**axes, "values": values}
@@ -117,14 +112,21 @@ class ViewedRun:
       "best": {name: curve["best"] for name, curve in known.items()},
     }
 
-  def compared(self, values: Mapping[int, float]) -> comparison.ComparedRun:
-    """Returns the run as `comparison` has it, with values of a metric."""
+  def compared(
+    self, values: Mapping[int, float], width: int
+  ) -> comparison.ComparedRun:
+    """Returns the run as `comparison` has it, with values of a metric.
+
+    Args:
+      width: of moving means.
+    """
     return comparison.ComparedRun(
       name=self.name,
       settings=self.settings(),
       values=values,
       rounds=len(self.metrics.look()),
       note=comparison.note(self.path),
+      width=width,
     )
 
   def settings(self) -> dict[str, str]:
@@ -145,7 +147,7 @@ class ViewedRun:
     self._seen = seen
     try:
       config = run_files.settings(self.path)
-      self._settings = overrides.flat(config)
+      self._settings = comparison.settings_of(config)
     except (untrusted_files.BadFile, RecursionError):
       config, self._settings = {}, {}
     rounds = config.get("rounds")
@@ -217,7 +219,7 @@ class RunsDirectory:
   def overview(self) -> dict[str, Any]:
     """Returns the data of the table of runs."""
     runs = self.look()
-    compared = [run.compared({}) for run in runs.values()]
+    compared = [run.compared({}, 1) for run in runs.values()]
     names = comparison.differing(compared)
     groups = {
       run.name: group
@@ -311,7 +313,9 @@ class RunsDirectory:
       **{key: _thinned(column) for key, column in axes.items()},
       "metrics": columns,
       "last": {
-        key: comparison.last_mean(comparison.values_of(rows, key))
+        key: comparison.last_mean(
+          comparison.values_of(rows, key), comparison.width(key)
+        )
         for key in keys
       },
       "meanings": metric_docs.explain(list(columns)),

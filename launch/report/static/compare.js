@@ -68,8 +68,8 @@ function drawBoth(page) {
       both[1].meanings[metric] ?? "means of neighbours."}`));
   page.settings.figure.replaceChildren(settingsTable(names, data));
   page.metrics.figure.replaceChildren(metricsTable(page), caption(
-    "Means over the last ten rounds that have the metric. Choose a metric to " +
-    "draw it above."));
+    "Means over the last ten rounds that have the metric; of evaluations, the " +
+    "last. Choose a metric to draw it above."));
 }
 
 function table(heads, rows) {

@@ -26,7 +26,7 @@ export function runsPage(source) {
     el("label", {}, wide, " all settings that differ"), search, compare);
   const scroll = el("div", { class: "scroll" });
   table.figure.append(scroll, caption("Last and best are means over ten " +
-    "rounds. Settings that differ have a column each. Ticked runs alone are drawn."));
+    "rounds; evaluations stand alone. Settings that differ have a column each. Ticked runs alone are drawn."));
   options(axis, Object.keys(AXES), Object.values(AXES));
   const title = el("h1");
   Object.assign(page, {

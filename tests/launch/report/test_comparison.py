@@ -65,6 +65,7 @@ def test_settings_are_read_as_the_command_line_names_them(tmp_path):
       "seed": 3,
       "algorithm": {"class": cls, "loss": {"class": "a.Clip", "high": 0.2}},
       "engine": {"row_buckets": [4, 8]},
+      "config_files": {"task": {"path": "task.py", "lines": [cls]}},
     }
     (directory / "config.json").write_text(json.dumps(config))
     comparison.write_note(directory, f"{directory.name} was stopped")
@@ -79,5 +80,17 @@ def test_settings_are_read_as_the_command_line_names_them(tmp_path):
   assert runs[0].values == {1: 2.0}
   assert (runs[0].rounds, runs[0].note) == (2, "first was stopped")
   assert runs[0].settings["engine.row_buckets"] == "4,8"
-  assert comparison.differing(runs) == ["algorithm"]
+  # Of code it tells that it differs.
+  assert comparison.differing(runs) == ["algorithm", "config_files.task"]
+  assert len(runs[0].settings["config_files.task"]) == 8
   assert runs[1].settings["algorithm"] == "Dapo"
+
+
+def test_a_run_is_compared_by_its_newest_evaluation(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  for name, numbers in (("metrics", (1, 2)), ("evaluations", (0, 2))):
+    rows = [json.dumps({"round": x, "success": x / 4}) for x in numbers]
+    (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+  (found,) = comparison.read([tmp_path], "evaluation/success")
+  assert found.values == {0: 0.0, 2: 0.5}
+  assert (found.last, found.best(False), found.rounds) == (0.5, 0.5, 2)

@@ -113,9 +113,11 @@ def test_evaluations_are_metrics_of_the_rounds_before_them(tmp_path):
   assert curve["tokens"] == [0.0, 100.0, 200.0, 300.0]
   # Before the first round it is the time of the evaluation.
   assert curve["time"] == [1.0, 2.0, 4.0, 6.0]
-  assert curve["best"] == 0.5
+  # An evaluation is a mean already.
+  assert (curve["last"], curve["best"]) == (0.75, 0.75)
   held_out = directory.metrics_of("a")["metrics"]["evaluation/success"]
   assert held_out == curve["values"]
+  assert directory.metrics_of("a")["last"]["evaluation/success"] == 0.75
 
 
 def test_a_file_of_all_runs_has_every_metric_and_links_to_reports(tmp_path):
