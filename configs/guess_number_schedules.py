@@ -22,7 +22,7 @@ predicts.
 Hardware: two CPU cores, one virtual device for each mesh. Duration: 5 to 7
 minutes for all rounds. Expected: success as of guess_number_moe; over a round
 of sync they are up to 1.3 times as fast in that benchmark, and where steps of
-the game take time from 0.8 (hard_frontier) to 1.85 times (drop).
+the game take time from 0.7 (hard_frontier) to 1.9 times (recycle).
 """
 
 import dataclasses
