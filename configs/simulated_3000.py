@@ -13,7 +13,7 @@ they are published. Speeds are those of a mixture of experts of some 200 billion
 parameters; latencies of environments have a body and a Pareto tail. The batch
 is not published; this one is as large as a fleet of this size needs.
 
-Hardware: one CPU core and 520 MB. Duration: 60 to 90 seconds. Expected: 6,400
+Hardware: one CPU core and 510 MB. Duration: 55 to 75 seconds. Expected: 6,400
 seconds of the cluster and 139 million tokens, with 68 % of the decode slots in
 use.
 """
