@@ -47,5 +47,10 @@ class Backoff:
     Args:
       call_s: deadline of one call.
     """
-    waits = sum(self.wait_s(failures) for failures in range(1, self.attempts))
-    return self.attempts * call_s + waits
+    waits_s, wait_s, left = 0.0, self.first_wait_s, self.attempts - 1
+    grows = self.factor > 1 and wait_s > 0
+    while grows and left and wait_s < self.max_wait_s:
+      waits_s += wait_s
+      wait_s = min(wait_s * self.factor, self.max_wait_s)
+      left -= 1
+    return self.attempts * call_s + waits_s + left * wait_s

@@ -9,7 +9,7 @@ the setting, its value, the bound and the way out:
 None passes: it turns an optional setting off.
 
   where: what the object is called in a message; its short name by default,
-    and "" at the root of the settings.
+    which `validate` replaces by its path, and "" at the root of the settings.
   out: the way out, where the bound alone does not tell it.
 """
 
@@ -32,20 +32,32 @@ print(*(x for x in sys.argv[1:] if importlib.util.find_spec(x) is None))
 """
 
 
-def validate(tree: Any) -> None:
-  """Calls every `validate` in a tree of dataclasses once, inner parts first."""
-  validate_parts(tree)
-  if hasattr(tree, "validate"):
+def validate(tree: Any, path: str = "") -> None:
+  """Calls every `validate` in a tree of dataclasses once, inner parts first.
+
+  Args:
+    path: of the tree in the settings, which errors then begin with.
+  """
+  validate_parts(tree, path)
+  if not hasattr(tree, "validate"):
+    return
+  try:
     tree.validate()
+  except ValueError as error:
+    # The part itself knows its short name, and not its place.
+    name = f"{short_names.of(tree)}."
+    if path and str(error).startswith(name):
+      error.args = (f"{path}.{str(error).removeprefix(name)}",)
+    raise
 
 
-def validate_parts(tree: Any) -> None:
+def validate_parts(tree: Any, path: str = "") -> None:
   """Calls every `validate` below an object: its own checks may rely on them."""
   for field in dataclasses.fields(tree):
     part = getattr(tree, field.name)
     # A class itself may be a setting, and is then no part.
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
-      validate(part)
+      validate(part, f"{path}.{field.name}" if path else field.name)
 
 
 def validate_installed(tree: Any) -> None:

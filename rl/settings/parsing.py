@@ -309,7 +309,9 @@ def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
   for name in fields:
     if name not in hints:
       near = difflib.get_close_matches(name, hints, 1)
-      out = f"did you mean {near[0]}?" if near else f"it has {', '.join(hints)}"
+      out = f"it has {', '.join(hints) or 'none'}"
+      if near:
+        out = f"did you mean {near[0]}?"
       raise annotations.SettingError(
         f"{where}.{name}: {short_names.of(maker)} has no such field; " + out
       )

@@ -20,6 +20,29 @@ class Parts:
   parts: tuple[object, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Rate:
+  peak: float
+
+  validate = checks.fields((checks.above, 0, "peak"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+  first: object
+  second: object = None
+
+
+def test_a_value_out_of_bounds_is_named_by_its_path():
+  checks.validate(Owner(Rate(1.0), Owner(Rate(1.0))))
+  with pytest.raises(
+    ValueError, match=r"^second\.first\.peak=0\.0 must be abo"
+  ):
+    checks.validate(Owner(Rate(1.0), Owner(Rate(0.0))))
+  with pytest.raises(ValueError, match=r"^rate\.peak=0\.0 must be above 0$"):
+    checks.validate(Rate(0.0))
+
+
 def test_a_missing_package_is_found_wherever_it_is_needed():
   checks.validate_installed(Parts((1, "a", Parts(()))))
   with pytest.raises(ValueError, match="x is not installed"):

@@ -191,6 +191,7 @@ def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
     ("pool", "@number_of()", "or a function with one as its return"),
     ("loss", "@Clipped(scale=x)", "--config.loss.scale=x: expected float"),
     ("loss", "@Clipped(scael=2)", "no such field; did you mean scale?"),
+    ("loss", "@Bare(n=3)", "loss.n: bare has no such field; it has none"),
     ("loss", "@Plain()", "--config.loss: needs scale, as in plain(scale=0.1)"),
     (
       "loss",
