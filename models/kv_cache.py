@@ -110,9 +110,16 @@ def copy(
   cache: Cache, sources: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> Cache:
   """Returns the cache with pages copied; a target past the end is dropped."""
+  return scatter(cache, targets, gather(cache, sources))
+
+
+def gather(cache: Cache, pages: Int32[Array, " n"]) -> Cache:
+  """Returns some pages of a cache, in this order."""
+  return jax.tree.map(lambda of: of.at[:, :, pages].get(mode="clip"), cache)
+
+
+def scatter(cache: Cache, pages: Int32[Array, " n"], values: Cache) -> Cache:
+  """Returns the cache with pages replaced; one past the end is dropped."""
   return jax.tree.map(
-    lambda pages: pages.at[:, :, targets].set(
-      pages.at[:, :, sources].get(mode="clip"), mode="drop"
-    ),
-    cache,
+    lambda of, new: of.at[:, :, pages].set(new, mode="drop"), cache, values
   )

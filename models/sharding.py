@@ -358,7 +358,7 @@ def validate(
     if number % parts:
       over, out = _product(where, names, parts), -(-number // parts) * parts
       raise ValueError(
-        f"{setting}={number} does not divide over {over}; use {out}"
+        f"{setting}={number} does not divide over {over}; use {setting}={out}"
       )
 
 

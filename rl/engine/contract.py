@@ -16,7 +16,14 @@ from collections.abc import (
   Iterator,
   Mapping,
 )
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import (
+  Any,
+  Literal,
+  NamedTuple,
+  Protocol,
+  TypeVar,
+  runtime_checkable,
+)
 
 import jax
 import numpy as np
@@ -73,6 +80,7 @@ class Capabilities:
     constraints: it can hold an answer to a grammar.
     experts: it records the chosen experts.
     top_logprobs: most probable ids that it lists beside each sampled one.
+    prefixes: it is a `PrefixEngine`.
   """
 
   in_flight: frozenset[InFlight]
@@ -84,6 +92,7 @@ class Capabilities:
   constraints: bool
   experts: bool
   top_logprobs: int
+  prefixes: bool = False
 
 
 class TokenMatcher(Protocol):
@@ -567,6 +576,63 @@ class LeavingEngine(DecodeEngine, Protocol):
     """Returns once it is; `close` then waits for it to end by itself.
 
     Raises:
+      EngineClosed: the engine stopped.
+    """
+    ...
+
+
+class PrefixPages(NamedTuple):
+  """Pages of keys and values of the beginning of a conversation.
+
+  Attributes:
+    ids: from its beginning on; they may end within the last page.
+    start: ids before the first page.
+    version: of the weights that made all of them; -1 if there is no page.
+    nbytes: of all pages.
+    pages: each array of the cache, [K layers pages page_size d]; of an engine
+      in another process where to read them.
+  """
+
+  ids: Int32[np.ndarray, " n"]
+  start: int
+  version: int
+  nbytes: int
+  pages: Any
+
+
+@runtime_checkable
+class PrefixEngine(DecodeEngine, Protocol):
+  """An engine that encodes prompts for others of its kind, or takes them."""
+
+  def export_prefix(
+    self,
+    ids: Int32[np.ndarray, " N"],
+    start: int = 0,
+    priority: tuple[int, ...] = (),
+  ) -> contextlib.AbstractAsyncContextManager[PrefixPages]:
+    """Encodes all ids but the last; yields pages that are there until the end.
+
+    They may be fewer where others needed the room, or new weights came.
+
+    Args:
+      start: ids before which no page is asked for.
+      priority: as that of a request.
+
+    Raises:
+      ValueError: the ids cannot be encoded, or the pages not be kept.
+      EngineClosed: the engine stopped.
+    """
+    ...
+
+  async def import_prefix(self, prefix: PrefixPages) -> str:
+    """Adds the pages to its prefix cache, in which a request finds them.
+
+    Returns:
+      "" or the reason for which it has not: "version" where it serves another,
+      "room" where no pages are free, "gap" where it lacks ids before `start`.
+
+    Raises:
+      ValueError: they cannot be read.
       EngineClosed: the engine stopped.
     """
     ...

@@ -43,6 +43,9 @@ class Routing:
     share_prompts: members of a group go to one engine of their pool, which
       encodes their prompt once; by `overload` a member leaves that engine as a
       session leaves a pool.
+    min_prefill_ids: with pools of `role=prefill`, a request with at least so
+      many ids that its engine has not seen is encoded there. An engine encodes
+      fewer ids itself, and those that it cannot be given.
 
   Source: declared affinity, RollArt, arXiv 2512.22560, 5.2; learning it is
   future work there (9).
@@ -54,11 +57,13 @@ class Routing:
   explore_every: int = 16
   overload: float | None = None
   share_prompts: bool = True
+  min_prefill_ids: int = 256
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work."""
     out = "use 0 to never explore"
     checks.at_least(self, 0, "explore_every", where="routing", out=out)
+    checks.at_least(self, 1, "min_prefill_ids", where="routing")
     out = "below it no pool is ever preferred; use none for no limit"
     checks.at_least(self, 1, "overload", where="routing", out=out)
     if self.learn and self.default is not None:
@@ -83,7 +88,7 @@ class Routing:
     """Raises ValueError on a preference for an unknown pool.
 
     Args:
-      kinds: the kind of every pool, by its name.
+      kinds: the kind of every pool that has sessions, by its name.
     """
     settings = {f"prefer.{name}": pool for name, pool in self.prefer.items()}
     if self.default is not None:
@@ -232,7 +237,9 @@ class Affinity:
 
   def __init__(self, infos: Sequence[placement.EngineInfo], routing: Routing):
     routing.validate()
-    routing.validate_pools({info.pool: info.kind for info in infos})
+    routing.validate_pools(
+      {info.pool: info.kind for info in infos if info.role == "decode"}
+    )
     self.estimates = Estimates()
     self._routing = routing
     self.infos = tuple(infos)
@@ -245,9 +252,10 @@ class Affinity:
   @infos.setter
   def infos(self, infos: tuple[placement.EngineInfo, ...]) -> None:
     self._infos = infos
-    self._mixed = len({info.kind for info in infos}) > 1
+    having = {i: x for i, x in enumerate(infos) if x.role == "decode"}
+    self._mixed = len({info.kind for info in having.values()}) > 1
     named: dict[str, set[int]] = collections.defaultdict(set)
-    for i, info in enumerate(infos):
+    for i, info in having.items():
       named[info.pool].add(i)
       if self._mixed and info.kind != "any":
         named[info.kind].add(i)

@@ -38,6 +38,13 @@ bandwidth: memory, so long answers.
 any: neither stands out, or all pools are alike.
 """
 
+Role = Literal["decode", "prefill"]
+"""The phases of a request that a pool serves.
+
+decode: all of them, but for prompts that a pool of the other role encodes.
+prefill: it encodes prompts for the engines of all others, and nothing else.
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
@@ -91,10 +98,11 @@ class Memory(NamedTuple):
 
 
 class EngineInfo(NamedTuple):
-  """The pool of an engine, and the kind of its devices."""
+  """The pool of an engine, the kind of its devices, and its role."""
 
   pool: str = "decode"
   kind: Kind = "any"
+  role: Role = "decode"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +115,8 @@ class DecodePool:
     replicas: engines, each with weights and a cache of its own, on `mesh.size`
       devices after those of the one before.
     kind: strength of its devices.
+    role: `decode`, or `prefill` to encode the prompts of all other pools; see
+      `routing.min_prefill_ids`.
     cost: of one engine for a second, in any unit that all pools share.
     processes: of each engine; 0 is this one, 1 a process of its own.
     python: the program that runs such a process, such as that of an environment
@@ -117,6 +127,7 @@ class DecodePool:
   mesh: MeshSpec = MeshSpec(rules=sharding.DECODE)
   replicas: int = 1
   kind: Kind = "any"
+  role: Role = "decode"
   cost: float = 1.0
   processes: int = 0
   python: str | None = None
@@ -132,13 +143,14 @@ class Placement:
     replicas, decode_kind, decode_cost, decode_processes, decode_python: of that
       pool; see `DecodePool`.
     learner_processes: among which the learner's devices are divided; 1 is this
-      process, more are all of their own, on this host.
-    backend: starts the processes of engines: `local` or `xm` on this host, and
-      `addresses`, `slurm` or `ray` on others.
+      process, more are all of their own.
+    backend: starts the processes of learner and engines: `local` or `xm` on
+      this host, and `addresses`, `slurm` or `ray` on others.
     more: further pools. Each follows on the devices of those before it, unless
       its `mesh.first_device` says otherwise.
     platform: "cpu", "gpu" or "tpu"; None takes the one that jax finds. On
-      "cpu" the launcher makes as many virtual devices as the meshes need.
+      "cpu" the launcher makes as many virtual devices as the meshes need. Where
+      all meshes are on other hosts, it is theirs, and this process is on a CPU.
     colocated: the meshes may share devices.
     device_gib: memory of a device, to plan for devices that are not there.
   """
@@ -173,9 +185,9 @@ class Placement:
 
   @property
   def engine_infos(self) -> tuple[EngineInfo, ...]:
-    """Pool and kind of every engine, in the order of `layouts`."""
+    """Pool, kind and role of every engine, in the order of `layouts`."""
     return tuple(
-      EngineInfo(pool.name, pool.kind)
+      EngineInfo(pool.name, pool.kind, pool.role)
       for pool in self.pools
       for _ in range(pool.replicas)
     )
@@ -185,6 +197,20 @@ class Placement:
     """Numbers of the engines that have a process of their own."""
     own = [pool.processes for pool in self.pools for _ in range(pool.replicas)]
     return tuple(number for number, count in enumerate(own) if count)
+
+  @property
+  def is_elsewhere(self) -> bool:
+    """True if all meshes are in processes of other hosts."""
+    return (
+      self.learner_processes > 1
+      and all(pool.processes for pool in self.pools)
+      and not self.backend.shares_memory
+    )
+
+  @property
+  def own_platform(self) -> str | None:
+    """The platform of this process; None takes the one that jax finds."""
+    return "cpu" if self.is_elsewhere else self.platform
 
   @property
   def meshes(self) -> Mapping[str, MeshSpec]:
@@ -236,6 +262,11 @@ class Placement:
       raise ValueError(f"placement.platform={self.platform} is unknown; {use}")
     self._validate_pools()
     checks.finite_above(self, 0, "device_gib")
+    if self.is_elsewhere and self.platform in _EXTRAS and not self.device_gib:
+      raise ValueError(
+        "placement.device_gib is missing: all meshes are on other hosts, so it "
+        "must say how much memory a device there has, as in 80"
+      )
     for name, spec in self.meshes.items():
       where = f"placement.{name}"
       checks.at_least(spec, 1, *sharding.MESH_AXES, where=where)
@@ -266,7 +297,8 @@ class Placement:
     checks.finite_above(self, 0, "decode_cost")
     checks.one_of(self, Kind, "decode_kind")
     first = self.pools[0]
-    _check_processes("decode_processes", "decode_python", first, self.platform)
+    platform = self.own_platform
+    _check_processes("decode_processes", "decode_python", first, platform)
     self._validate_learner_processes()
     self._validate_backend()
     for number, pool in enumerate(self.more):
@@ -274,8 +306,9 @@ class Placement:
       checks.at_least(pool, 1, "replicas", where=where)
       checks.finite_above(pool, 0, "cost", where=where)
       checks.one_of(pool, Kind, "kind", where=where)
+      checks.one_of(pool, Role, "role", where=where)
       names = f"more.{number}.processes", f"more.{number}.python"
-      _check_processes(*names, pool, self.platform)
+      _check_processes(*names, pool, platform)
     taken = {*get_args(Kind), "learner", ""}
     for i, pool in enumerate(self.pools):
       if pool.name in taken:
@@ -283,12 +316,27 @@ class Placement:
         why = "is taken, by another part or by a kind; choose another name"
         raise ValueError(f"placement.{name}={pool.name!r} {why}")
       taken.add(pool.name)
+    self._validate_prefill()
+
+  def _validate_prefill(self) -> None:
+    """Raises ValueError where pages have no way from one engine to another."""
+    prefill = [pool.name for pool in self.pools if pool.role == "prefill"]
+    here = [pool.name for pool in self.pools if not pool.processes]
+    if prefill and here:
+      raise ValueError(
+        f"pool {prefill[0]} has role=prefill, but the engines of {here[0]} are "
+        "in this process, where keys and values have no way between engines; "
+        "use placement.decode_processes=1, and processes=1 of every other pool"
+      )
 
   def _validate_backend(self) -> None:
-    if not isinstance(self.backend, local.Local) and not self.remote:
+    has_others = any(pool.processes for pool in self.pools)
+    if not isinstance(self.backend, local.Local) and not (
+      has_others or self.learner_processes > 1
+    ):
       raise ValueError(
-        f"placement.backend={short_names.of(self.backend)} starts the "
-        "processes of engines, and none has any; use "
+        f"placement.backend={short_names.of(self.backend)} starts processes of "
+        "learner and engines, and these have none; use "
         "placement.decode_processes=1, or placement.backend=local"
       )
 
@@ -296,7 +344,9 @@ class Placement:
     count, size = self.learner_processes, self.learner.size
     checks.at_least(self, 1, "learner_processes")
     if size % count:
-      fit = max(n for n in range(1, count) if not size % n)
+      # No process has less than a device, and a typo may have many zeros.
+      most = min(count - 1, _MAX_DEVICES)
+      fit = max(n for n in range(1, most + 1) if not size % n)
       raise ValueError(
         f"placement.learner_processes={count} does not divide the {size} "
         f"devices of placement.learner; use {fit}, or a mesh with a multiple "
@@ -305,7 +355,7 @@ class Placement:
     if count > 1:
       name = f"placement.learner_processes={count}"
       _check_can_be_remote(
-        name, "a learner of several processes runs", self.platform, 1
+        name, "a learner of several processes runs", self.own_platform, 1
       )
 
   def _validate_disjoint(self) -> None:
@@ -337,12 +387,14 @@ class Placement:
     """Returns the memory of its devices, less a tenth that is kept free.
 
     Args:
-      devices: that are there; without any, it is planned for `device_gib`, or
-        for the processor of this host.
+      devices: that are there; without any, or if all meshes are elsewhere, it
+        is planned for `device_gib`, or for the processor of this host.
 
     Returns:
       None if nothing is known of it.
     """
+    if self.is_elsewhere:
+      devices = ()
     if devices:
       if devices[0].platform == "cpu":
         return _host_memory()
@@ -368,9 +420,9 @@ class Placement:
         of its platform.
     """
     try:
-      devices = jax.devices(self.platform)
+      devices = jax.devices(self.own_platform)
     except RuntimeError as error:
-      wanted, out = self.platform, ""
+      wanted, out = self.own_platform, ""
       if wanted is not None and not has_plugin(wanted):
         out = f"pip install 'twinmesh[{_EXTRAS[wanted]}]', or "
       raise ValueError(
@@ -417,6 +469,7 @@ def _check_processes(
 
   Args:
     name, python: settings of its processes, and of the program that runs them.
+    platform: of this process.
   """
   setting = f"placement.{name}={pool.processes}"
   if pool.processes not in (0, 1):
@@ -442,7 +495,8 @@ def _check_can_be_remote(
   if platform in _EXTRAS:
     raise ValueError(
       f"{setting}: {what} on CPUs so far, not on a {platform.upper()}; use "
-      f"{out}"
+      f"{out}, or have all meshes on other hosts, by "
+      "placement.learner_processes, placement.decode_processes and a backend"
     )
   checks.installed(setting, "processes", *_WIRE)
 

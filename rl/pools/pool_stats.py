@@ -35,6 +35,7 @@ def capabilities(
     constraints=all(one.constraints for one in able),
     experts=all(one.experts for one in able),
     top_logprobs=min(one.top_logprobs for one in able),
+    prefixes=all(one.prefixes for one in able),
   )
 
 

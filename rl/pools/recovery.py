@@ -149,6 +149,8 @@ class Restarts:
       if not reason:
         return
     self._give_up(number, failures - 1, reason)
+    # Of one that was never started again: its memory and its process.
+    await self._router.engines[number].close()
 
   async def _try(self, number: int) -> str:
     """Starts an engine once; returns why it failed, "" if it serves."""

@@ -79,6 +79,12 @@ class Router:
     self._wanted = dict(routing.prefer)
     if routing.default is not None:
       self._wanted[""] = routing.default
+    self._hand_overs = None
+    if self._table.splits_phases:
+      # Not on top: most runs have no use for it.
+      from rl.pools import hand_over
+
+      self._hand_overs = hand_over.HandOvers()
     self._log_preferences()
 
   @property
@@ -93,15 +99,18 @@ class Router:
 
   def roll(self) -> list[str]:
     """Returns a line for each engine that has not left."""
-    lines = self._table.roll()
-    return [
-      f"{line}, version {self._engines[number].stats().version}"
-      for number, line in lines.items()
-    ]
+    lines = []
+    for number, line in self._table.roll().items():
+      version = self._engines[number].stats().version
+      # An engine counts from -1, before its first weights.
+      lines.append(f"{line}, version {version if version >= 0 else 'none'}")
+    return lines
 
   def check_open(self) -> None:
     """Raises EngineClosed if all engines have stopped, and stay so."""
-    if not self._table.serving and not self._awaited:
+    if self._table.all_lost and not any(
+      self._table.infos[i].role == "decode" for i in self._awaited
+    ):
       raise contract.EngineClosed(self._reason)
 
   async def _changed(self) -> None:
@@ -172,9 +181,11 @@ class Router:
     with self._aborts.asking(name):
       while self._is_placed(name, session) or await self._placed(request):
         try:
-          number = self._send(request)
+          number = await self._send(request)
           engine = self._engines[number]
           try:
+            if self._aborts.aborted(name):
+              break
             answer = await engine.generate(request)
             self._measure(request, number, answer)
             return answer
@@ -201,8 +212,10 @@ class Router:
     with self._aborts.asking(request.request_id):
       while await self._placed(request):
         try:
-          number = self._send(request)
+          number = await self._send(request)
           try:
+            if self._aborts.aborted(request.request_id):
+              break
             deltas: Any = self._engines[number].stream(request)
             with self._watched(number):
               async with contextlib.aclosing(deltas):
@@ -234,7 +247,8 @@ class Router:
     sample = affinity.sample(request, answer)
     # Versions never decrease.
     version = int(answer.versions[-1]) if len(answer.versions) else -1
-    self._table.measure(request.session, number, sample, version)
+    known = len(request.tokens) + len(answer.tokens)
+    self._table.measure(request.session, number, sample, version, known)
 
   def _is_placed(self, name: str, session: str) -> bool:
     """Returns True for a request that need not wait, as nearly all."""
@@ -259,14 +273,56 @@ class Router:
         await self._opened.wait()
     return False
 
-  def _send(self, request: contract.DecodeRequest) -> int:
-    """Returns the engine to ask; until answered, the request is its load."""
-    assignment = self._table.send(request.request_id, request.session)
-    if assignment is None:
+  async def _send(self, request: contract.DecodeRequest) -> int:
+    """Returns the engine to ask; until answered, the request is its load.
+
+    If another engine is to encode it, that has been tried by then.
+    """
+    versions = ()
+    if self._hand_overs is not None:
+      versions = [engine.stats().version for engine in self._engines]
+    name, session = request.request_id, request.session
+    count = len(request.tokens)
+    sent = self._table.send(name, session, count, versions)
+    if sent is None:
       raise contract.EngineClosed(self._reason)
-    if assignment.missed:
-      self._log_fallback(request.session, assignment)
-    return assignment.engine
+    if sent.missed:
+      self._log_fallback(session, sent)
+    if sent.prefill >= 0:
+      await self._encode(request, sent)
+    return sent.engine
+
+  async def _encode(
+    self, request: contract.DecodeRequest, sent: routing_table.Sent
+  ) -> None:
+    """Has a request encoded by another engine, for the one that decodes it."""
+    name, number = request.request_id, sent.prefill
+    source, target = self._engines[number], self._engines[sent.engine]
+    assert self._hand_overs is not None
+    assert isinstance(source, contract.PrefixEngine)
+    assert isinstance(target, contract.PrefixEngine)
+    try:
+      missed = await self._hand_overs.encode(
+        request, source, target, sent.known
+      )
+    except BaseException:
+      self._answered(request)
+      raise
+    self._table.encoded(name, missed.reason if missed else "")
+    if self._table.is_left:
+      self._ended.fire()
+    if missed is not None:
+      if missed.reason == "lost":
+        self._lose_that(number, source, missed.text)
+      self._emit(
+        "prefill_missed",
+        session=request.session,
+        engine=number,
+        reason=f"{missed.reason}: {missed.text}".removesuffix(": "),
+      )
+    if not self._is_still(sent.engine, target):  # Its session is to move.
+      self._answered(request)
+      raise contract.EngineClosed(f"engine {sent.engine} was lost meanwhile")
 
   def abort(self, request_id: str | None) -> None:
     """Ends a request with what it has; None ends all of them.
@@ -275,6 +331,8 @@ class Router:
       ValueError: no such request is in flight.
     """
     self._aborts.abort(request_id)
+    if self._hand_overs is not None:
+      self._hand_overs.abort(request_id)
     self._opened.fire()
     if request_id is None:
       for number in self._table.serving:
@@ -290,7 +348,10 @@ class Router:
     Raises:
       ValueError: no such request is in flight.
     """
-    return self._engines[self._table.engine_of(request_id)].begun(request_id)
+    engine = self._engines[self._table.engine_of(request_id)]
+    if self._table.is_encoding(request_id):
+      return None
+    return engine.begun(request_id)
 
   # Weights.
 
@@ -518,10 +579,12 @@ class Router:
 
   def describe(self) -> dict[str, float]:
     """Returns metrics; see `routing_table.RoutingTable.describe`."""
-    return self._table.describe()
+    if self._hand_overs is None:
+      return self._table.describe()
+    return self._table.describe() | self._hand_overs.describe()
 
   def _log_fallback(
-    self, session: str, assignment: affinity.Assignment
+    self, session: str, assignment: affinity.Assignment | routing_table.Sent
   ) -> None:
     if assignment.missed:
       self._emit(
@@ -540,8 +603,9 @@ class Router:
 
   def _log_pool(self, number: int) -> None:
     if self._wanted:
-      pool, kind = self._table.infos[number]
-      self._emit("engine_pool", engine=number, pool=pool, hardware=kind)
+      info = self._table.infos[number]
+      names = {"pool": info.pool, "hardware": info.kind}
+      self._emit("engine_pool", engine=number, **names)
 
   def _emit(self, kind: str, **fields: Any) -> None:
     if self._log is not None:

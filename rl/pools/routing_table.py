@@ -8,15 +8,15 @@
   engine: open --drain--> draining --update--> updating --reopen--> open
           expect--> joining --recover--> open ..leave.. remove--> left
 
-A session stays where its keys and values are. To send the phases of a request
-to different pools, change `RoutingTable.send`: a session has one engine only
-because `send` gives both phases the same.
+A session stays where its keys and values are. `send` gives the phases of a
+request to two engines where a pool encodes prompts for the others and many ids
+of the request are new; `encoded` ends the first phase.
 """
 
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rl.pools import affinity, placement
 
@@ -41,6 +41,7 @@ class _Session:
     engine: None when it was lost.
     version: of the last engine that was lost.
     sampled: version of its last token; -1 before the first.
+    known: ids of its last request and answer on `engine`, of version `sampled`.
   """
 
   domain: str
@@ -48,7 +49,27 @@ class _Session:
   group: str
   version: int = -1
   sampled: int = -1
+  known: int = 0
   sample: affinity.Sample = affinity.Sample()
+
+
+class Sent(NamedTuple):
+  """A request in flight.
+
+  Attributes:
+    engine: of its session.
+    missed: see `affinity.Assignment`.
+    unbound: its session has not begun.
+    prefill: the engine that encodes it now; -1 is none but its own.
+    known: ids of it that its own engine has seen; of the last of them it need
+      not have keys and values.
+  """
+
+  engine: int
+  missed: str = ""
+  unbound: bool = False
+  prefill: int = -1
+  known: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,6 +84,8 @@ class Counts:
     prompts_shared: sessions that began where another of their group had begun.
     prompts_repeated: sessions that began elsewhere than others of their group,
       so that one more engine encodes their prompt.
+    prefills: requests that a pool of `role=prefill` encoded.
+    prefills_missed: those that it should have, by the reason.
   """
 
   sessions: collections.Counter[tuple[str, str]] = dataclasses.field(
@@ -73,6 +96,10 @@ class Counts:
   moved: int = 0
   prompts_shared: int = 0
   prompts_repeated: int = 0
+  prefills: int = 0
+  prefills_missed: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
 
 
 class RoutingTable:
@@ -101,27 +128,41 @@ class RoutingTable:
     self.counts = Counts()
     self.one_version = False
     self._affinity = affinity.Affinity(infos, routing)
+    self._min_prefill_ids = routing.min_prefill_ids
     self._num_sessions = [0] * len(infos)
     self._num_requests = [0] * len(infos)
     self._unbound_requests = [0] * len(infos)
     self._states: list[RouteState] = ["open"] * len(infos)
     self._leaving: set[int] = set()
-    self._in_state: dict[tuple[RouteState, ...], list[int]] = {}
+    self._in_state: dict[
+      tuple[placement.Role | None, tuple[RouteState, ...]], list[int]
+    ] = {}
     self._sessions: dict[str, _Session] = {}
     # Sessions of each group by engine; 0 where some have been.
     self._groups: dict[str, dict[int, int]] = {}
     self._max_sessions = max_sessions
     # The engine of each unbound session, and of each request.
     self._homes: collections.OrderedDict[str, int] = collections.OrderedDict()
-    self._requests: dict[str, tuple[int, bool]] = {}
+    self._requests: dict[str, Sent] = {}
     self._domains_on_fallback: set[str] = set()
 
-  def of(self, *states: RouteState) -> Sequence[int]:
-    """Returns the engines that are in one of these states, in order."""
-    found = self._in_state.get(states)  # Until an engine changes its state.
+  def of(
+    self, *states: RouteState, role: placement.Role | None = None
+  ) -> Sequence[int]:
+    """Returns the engines that are in one of these states, in order.
+
+    Args:
+      role: of their pools; None is any.
+    """
+    key = role, states
+    found = self._in_state.get(key)  # Until an engine changes its state.
     if found is None:
-      found = [i for i, state in enumerate(self._states) if state in states]
-      self._in_state[states] = found
+      found = [
+        i
+        for i, state in enumerate(self._states)
+        if state in states and role in (None, self.infos[i].role)
+      ]
+      self._in_state[key] = found
     return found
 
   def _set(self, engine: int, state: RouteState) -> None:
@@ -130,8 +171,13 @@ class RoutingTable:
 
   @property
   def infos(self) -> tuple[placement.EngineInfo, ...]:
-    """Pool and kind of every engine."""
+    """Pool, kind and role of every engine."""
     return self._affinity.infos
+
+  @property
+  def splits_phases(self) -> bool:
+    """True if some engines are there to encode for others."""
+    return any(info.role == "prefill" for info in self.infos)
 
   @property
   def load(self) -> list[int]:
@@ -155,10 +201,15 @@ class RoutingTable:
     return bool(self._leaving)
 
   @property
+  def _decoding(self) -> Sequence[int]:
+    """Engines that serve sessions."""
+    return self.of(*_SERVING, role="decode")
+
+  @property
   def _staying(self) -> Sequence[int]:
     if not self._leaving:
-      return self.serving
-    return [i for i in self.serving if i not in self._leaving]
+      return self._decoding
+    return [i for i in self._decoding if i not in self._leaving]
 
   def _taking(self, *states: RouteState) -> Sequence[int]:
     """Returns engines in these states that take what is new.
@@ -166,14 +217,14 @@ class RoutingTable:
     One that is to leave does only where no other serves.
     """
     if not self._leaving:
-      return self.of(*states)
-    takers = self._staying or self.serving
+      return self.of(*states, role="decode")
+    takers = self._staying or self._decoding
     return [i for i in takers if self._states[i] in states]
 
   @property
   def all_lost(self) -> bool:
-    """True while no engine serves."""
-    return not self.serving
+    """True while no engine serves sessions."""
+    return not self._decoding
 
   def roll(self) -> dict[int, str]:
     """Returns pool, state and sessions of each engine that has not left."""
@@ -205,9 +256,19 @@ class RoutingTable:
       "sessions_moved": float(self.counts.moved),
       "prompts_shared": float(self.counts.prompts_shared),
       "prompts_repeated": float(self.counts.prompts_repeated),
+      **self._describe_prefills(),
       **sessions,
       **seconds,
     }
+
+  def _describe_prefills(self) -> dict[str, float]:
+    if not self.splits_phases:
+      return {}
+    missed = {
+      f"prefills_missed/{reason}": float(count)
+      for reason, count in sorted(self.counts.prefills_missed.items())
+    }
+    return {"prefills": float(self.counts.prefills), **missed}
 
   def assign(
     self, name: str, domain: str, engine: int = -1, group: str = ""
@@ -302,8 +363,19 @@ class RoutingTable:
     pool = self.infos[session.engine].pool
     self._affinity.estimates.end(session.domain, pool, session.sample)
 
-  def send(self, request: str, name: str) -> affinity.Assignment | None:
-    """Returns the engine for a request of a session; None: all are lost.
+  def send(
+    self,
+    request: str,
+    name: str,
+    ids: int = 0,
+    versions: Sequence[int] = (),
+  ) -> Sent | None:
+    """Returns the engines for a request of a session; None: all are lost.
+
+    Args:
+      ids: of the request.
+      versions: that each engine serves, to have it encoded by another engine of
+        the same; without any, its own encodes it.
 
     Raises:
       ValueError: a request of this name is in flight, or the session must
@@ -318,11 +390,48 @@ class RoutingTable:
       raise ValueError(f"session {name} has lost its engine")
     else:
       assignment = affinity.Assignment(session.engine)
-    if assignment is not None:
-      self._requests[request] = assignment.engine, session is None
-      self._num_requests[assignment.engine] += 1
-      self._unbound_requests[assignment.engine] += session is None
-    return assignment
+    if assignment is None:
+      return None
+    sent = Sent(*assignment, unbound=session is None)
+    if session is not None and versions and self.splits_phases:
+      version = versions[assignment.engine]
+      known = session.known if session.sampled == version else 0
+      if ids - known >= self._min_prefill_ids:
+        prefill = self._encoder(version, versions)
+        sent = sent._replace(prefill=prefill, known=known)
+    self._requests[request] = sent
+    for engine in {sent.engine, sent.prefill} - {-1}:
+      self._num_requests[engine] += 1
+    self._unbound_requests[sent.engine] += sent.unbound
+    return sent
+
+  def _encoder(self, version: int, versions: Sequence[int]) -> int:
+    """Returns an engine to encode a request under a version; -1: none can."""
+    there = self.of(*_SERVING, role="prefill")
+    there = [i for i in there if i not in self._leaving]
+    able = [i for i in there if versions[i] == version]
+    if not able:
+      self.counts.prefills_missed["version" if there else "lost"] += 1
+      return -1
+    return min(able, key=self._num_requests.__getitem__)
+
+  def is_encoding(self, request: str) -> bool:
+    """Returns whether another engine encodes a request in flight now."""
+    return self._requests[request].prefill >= 0
+
+  def encoded(self, request: str, missed: str = "") -> None:
+    """Ends the first phase of a request, of which its own engine has the rest.
+
+    Args:
+      missed: the reason for which its own engine encodes it; "" if it need not.
+    """
+    sent = self._requests[request]
+    self._requests[request] = sent._replace(prefill=-1)
+    self._num_requests[sent.prefill] -= 1
+    if missed:
+      self.counts.prefills_missed[missed] += 1
+    else:
+      self.counts.prefills += 1
 
   def must_move(self, name: str) -> bool:
     """Returns True if an assigned session needs another engine.
@@ -354,7 +463,7 @@ class RoutingTable:
     if session.engine is not None:
       self._orphan(session, versions[session.engine])
     # One that is to leave may be the last of a version.
-    able = self.serving if self.one_version else self._taking(*_SERVING)
+    able = self._decoding if self.one_version else self._taking(*_SERVING)
     able = [i for i in able if versions[i] >= session.version]
     if self.one_version:
       able = self._same_version(name, versions, able)
@@ -381,9 +490,9 @@ class RoutingTable:
     able = [i for i in able if self._states[i] != "updating"]
     if version < 0:
       return able
-    behind = [i for i in self.serving if versions[i] < version]
+    behind = [i for i in self._decoding if versions[i] < version]
     able = [i for i in able if versions[i] == version]
-    if self.serving and not able and not behind:
+    if self._decoding and not able and not behind:
       raise ValueError(
         f"session {name} has tokens of version {version}, which no engine "
         "that is left serves"
@@ -407,9 +516,10 @@ class RoutingTable:
 
   def answered(self, request: str) -> None:
     """Forgets a request: its engine no longer counts it."""
-    engine, unbound = self._requests.pop(request)
-    self._num_requests[engine] -= 1
-    self._unbound_requests[engine] -= unbound
+    sent = self._requests.pop(request)
+    for engine in {sent.engine, sent.prefill} - {-1}:
+      self._num_requests[engine] -= 1
+    self._unbound_requests[sent.engine] -= sent.unbound
 
   def engine_of(self, request: str) -> int:
     """Returns the engine of a request.
@@ -419,15 +529,21 @@ class RoutingTable:
     """
     if request not in self._requests:
       raise ValueError(f"request {request} is not in flight")
-    return self._requests[request][0]
+    return self._requests[request].engine
 
   def measure(
-    self, name: str, engine: int, sample: affinity.Sample, version: int = -1
+    self,
+    name: str,
+    engine: int,
+    sample: affinity.Sample,
+    version: int = -1,
+    known: int = 0,
   ) -> None:
     """Adds a request's sample to its session; it counts when that ends.
 
     Args:
       version: of the last token of the answer; -1 when it has none.
+      known: ids of the request and the answer.
     """
     session = self._sessions.get(name)
     if session is None:
@@ -435,6 +551,7 @@ class RoutingTable:
     session.sampled = max(session.sampled, version)
     if session.engine == engine:
       session.sample = session.sample.plus(sample)
+      session.known = known
 
   def lose(self, engine: int, version: int) -> None:
     """Takes an engine out of use; its sessions move as they ask.
@@ -453,7 +570,7 @@ class RoutingTable:
   def _orphan(self, session: _Session, version: int) -> None:
     assert session.engine is not None
     self._leave(session.group, session.engine)
-    session.engine, session.version = None, version
+    session.engine, session.version, session.known = None, version, 0
     session.sample = affinity.Sample()
 
   def expect(self, info: placement.EngineInfo) -> int:

@@ -290,7 +290,7 @@ def test_rows_that_do_not_divide_are_refused_with_a_way_out():
   # The next multiple of 2 * 4 above 22 is 24.
   message = (
     "batch.rows=22 does not divide over placement.learner.data * expert = 8; "
-    "use 24"
+    "use batch.rows=24"
   )
   with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
     validate(make_config(), make_plan(2, 4), rows={"batch.rows": 22})

@@ -19,7 +19,11 @@ import asyncio
 import collections
 import contextlib
 import functools
+import itertools
 from collections.abc import AsyncGenerator, Callable
+
+import numpy as np
+from jaxtyping import Int32
 
 from models import config as model_config
 from models import definition, sharding
@@ -116,6 +120,7 @@ class BuiltinEngine:
     self._closed: contract.EngineClosed | None = None
     self._server: asyncio.Task[None] | None = None
     self._num_dispatches = 0
+    self._num_prefixes = itertools.count()
     self._last_completed = 0.0
     self._paused_s = 0.0
 
@@ -229,6 +234,103 @@ class BuiltinEngine:
   def begun(self, request_id: str) -> int | None:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
     return contract.find(self._queue.requests, request_id).first_version
+
+  # Prefixes for other engines, and from them.
+  # A page is held within one step of the event loop only: programs of a mesh
+  # run in order, so whoever gets it next writes it behind them.
+
+  @contextlib.asynccontextmanager
+  async def export_prefix(
+    self,
+    ids: Int32[np.ndarray, " N"],
+    start: int = 0,
+    priority: tuple[int, ...] = (),
+  ) -> AsyncGenerator[contract.PrefixPages]:
+    """Yields the pages of a prompt; see `contract.PrefixEngine`.
+
+    One token is sampled behind them and dropped.
+    """
+    self._check_open()
+    size, end = self._shapes.page_size, len(ids) - 1
+    start = start // size * size
+    if start < end and self._cached(ids)[0] < end:
+      name = f"prefix {next(self._num_prefixes)}"
+      await self.generate(
+        contract.DecodeRequest(
+          request_id=name,
+          session="prefixes",  # One, as no next turn is worth a wait.
+          tokens=ids[:end],
+          max_tokens=1,
+          temperature=0.0,
+          priority=priority,
+        )
+      )
+    count, pages, oldest_kv = self._cached(ids)
+    if count <= start or oldest_kv != self._version:
+      yield contract.PrefixPages(ids[:start], start, -1, 0, [])
+      return
+    self._copy_pages()
+    pages, version = pages[start // size :], self._version
+    read = self._thread.submit("hand over", self._runner.read_pages, pages)
+    values = await read
+    num_bytes = sum(x.nbytes for x in values)
+    yield contract.PrefixPages(ids[:count], start, version, num_bytes, values)
+
+  def _cached(
+    self, ids: Int32[np.ndarray, " N"]
+  ) -> tuple[int, list[int], int | None]:
+    """Returns how many of all ids but the last are cached, where and of when.
+
+    That is their pages, and the lowest version of these.
+    """
+    blocks = self._queue.blocks
+    table, copy = blocks.begin(ids)
+    count, pages, oldest_kv = table.cached, table.pages[:], table.oldest_kv
+    if copy is not None:  # It would have been copied from there.
+      pages[-1] = copy[0]
+    blocks.end(table, ids)
+    return count, pages, oldest_kv
+
+  async def import_prefix(self, prefix: contract.PrefixPages) -> str:
+    """Adds pages to the prefix cache; see `contract.PrefixEngine`."""
+    self._check_open()
+    if prefix.version != self._version:
+      return "version"
+    blocks, size = self._queue.blocks, self._shapes.page_size
+    ids = np.append(prefix.ids, np.int32(0))  # One that is to be fed.
+    table, _ = blocks.begin(ids)  # Not copied: its page is written.
+    first, length = table.cached // size, len(prefix.ids)
+    refusal, written = "", None
+    if first * size < prefix.start:
+      refusal = "gap"
+    elif table.cached < length and not blocks.grow(table, length):
+      refusal = "room"
+    elif table.cached < length:
+      values = [x[:, :, first - prefix.start // size :] for x in prefix.pages]
+      table.cached = length
+      if table.oldest_kv is None:
+        table.oldest_kv = prefix.version
+      self._copy_pages()
+      written = self._thread.submit(
+        "hand over", self._runner.write_pages, table.pages[first:], values
+      )
+      written.add_done_callback(self._on_written)
+    blocks.end(table, ids)
+    if written is not None:
+      await asyncio.wait([written])  # Not cancelled with the caller.
+      self._check_open()
+    return refusal
+
+  def _copy_pages(self) -> None:
+    """Makes the copies that are due, from or to pages that are used now."""
+    if copies := self._queue.take_copies():
+      copied = self._thread.submit("hand over", self._runner.copy, copies)
+      copied.add_done_callback(self._on_written)
+
+  def _on_written(self, written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and (error := written.exception()) is not None:
+      assert isinstance(error, Exception)
+      self._fail_decoding(error)
 
   # Weights.
 

@@ -5,7 +5,7 @@ that each sees the effects of those before.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ _MAX_COPIES = 8
 """Pages that one program copies."""
 _MAX_MASKS = 8
 """Masks that one program writes."""
+_MAX_HANDED = 32
+"""Pages that one program reads for another engine, or writes from one."""
 
 Shape = tuple[int, tuple[int, int]]
 """Rows, and (rows with chunks, ids of a chunk)."""
@@ -81,6 +83,14 @@ class ModelRunner:
     # A function of its own, or all engines would share one count.
     self._copy: Any = jax.jit(
       functools.partial(kv_cache.copy),
+      donate_argnums=0,
+      out_shardings=self._pages,
+    )
+    self._gather: Any = jax.jit(
+      functools.partial(kv_cache.gather), out_shardings=self._pages
+    )
+    self._scatter: Any = jax.jit(
+      functools.partial(kv_cache.scatter),
       donate_argnums=0,
       out_shardings=self._pages,
     )
@@ -186,6 +196,39 @@ class ModelRunner:
         self._cache, *jax.device_put(tuple(pairs), self._whole)
       )
 
+  def read_pages(self, pages: Sequence[int]) -> list[np.ndarray]:
+    """Returns one or more pages of each array of the cache, on the host."""
+    parts = []
+    for some, padded in self._handed(pages):
+      read = jax.device_get(self._gather(self._cache, padded))
+      parts.append([x[:, :, : len(some)] for x in jax.tree.leaves(read)])
+    return [np.concatenate(x, axis=2) for x in zip(*parts, strict=True)]
+
+  def write_pages(
+    self, pages: Sequence[int], values: Sequence[np.ndarray]
+  ) -> None:
+    """Replaces pages by those that another engine has read."""
+    tree, done = jax.tree.structure(self._cache), 0
+    for some, padded in self._handed(pages):
+      parts = [x[:, :, done : done + len(some)] for x in values]
+      room = [(0, 0), (0, 0), (0, _MAX_HANDED - len(some)), (0, 0), (0, 0)]
+      new = tree.unflatten([np.pad(part, room) for part in parts])
+      self._cache = self._scatter(
+        self._cache, padded, jax.device_put(new, self._pages)
+      )
+      done += len(some)
+
+  def _handed(
+    self, pages: Sequence[int]
+  ) -> Iterator[tuple[Sequence[int], Int32[Array, " n"]]]:
+    """Yields the pages of each program, and those padded past the end."""
+    past_end = self._shapes.num_pages(self._config.max_length)
+    for start in range(0, len(pages), _MAX_HANDED):
+      some = pages[start : start + _MAX_HANDED]
+      padded = np.full(_MAX_HANDED, past_end, np.int32)
+      padded[: len(some)] = some
+      yield some, jax.device_put(padded, self._whole)
+
   def set_history(self, slot: int, ids: Int32[np.ndarray, " n"]) -> None:
     """Tells the ids of a slot whose keys and values came from the cache."""
     padded = np.zeros(self._config.max_length, np.int32)
@@ -220,7 +263,7 @@ class ModelRunner:
   def compilations(self) -> int:
     """Programs compiled so far."""
     others = [self._copy, self._set_bias, self._set_masks, self._set_history]
-    programs = [*self._programs.values(), *others]
+    programs = [*self._programs.values(), *others, self._gather, self._scatter]
     return sum(program._cache_size() for program in programs)
 
 

@@ -375,9 +375,14 @@ class RequestQueue:
 
   def take_uploads(self) -> Uploads:
     """Returns what is due before the next dispatch, once."""
-    uploads = Uploads(self._copies, self.biases.uploads, self._histories)
-    self._copies, self.biases.uploads, self._histories = [], [], []
-    return uploads
+    biases, histories = self.biases.uploads, self._histories
+    self.biases.uploads, self._histories = [], []
+    return Uploads(self.take_copies(), biases, histories)
+
+  def take_copies(self) -> Sequence[tuple[int, int]]:
+    """Returns the copies of pages that are due, once."""
+    copies, self._copies = self._copies, []
+    return copies
 
   # Results.
 

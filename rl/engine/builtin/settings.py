@@ -158,6 +158,8 @@ class EngineSettings:
       constraints=self.bias_slots > 0,
       experts=self.record_experts,
       top_logprobs=most_listed,
+      # Experts are recorded on the host, beside the pages.
+      prefixes=not self.record_experts,
     )
 
   def build(

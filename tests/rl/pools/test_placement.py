@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from models import sharding
+from rl.backends import addresses, local
 from rl.pools import placement
 from rl.settings import overrides
 
@@ -150,8 +151,9 @@ def test_every_engine_has_the_name_and_kind_of_its_pool():
   far = DecodePool(name="far", replicas=2, kind="compute", cost=2.85)
   place = Placement(decode_kind="bandwidth", decode_cost=0.5, more=(far,))
   place.validate()
-  first = ("decode", "bandwidth")
-  assert place.engine_infos == (first, *[("far", "compute")] * 2)
+  first = placement.EngineInfo("decode", "bandwidth")
+  second = placement.EngineInfo("far", "compute")
+  assert place.engine_infos == (first, second, second)
   assert [pool.cost for pool in place.pools] == [0.5, 2.85]
   # One layout more, the learner's, with the rules for decoding everywhere.
   _, *layouts = place.layouts()
@@ -344,9 +346,48 @@ def test_a_learner_in_other_processes_has_one_device_of_this_one():
   assert place.learner.plan.num_batch == 4
 
 
+ELSEWHERE = Placement(
+  learner=MeshSpec(data=2),
+  learner_processes=2,
+  decode_processes=1,
+  platform="gpu",
+  device_gib=80,
+  backend=addresses.KnownAddresses(at=("10.0.0.2:7000",)),
+)
+
+
+def test_devices_of_other_hosts_only_leave_this_one_its_processor():
+  ELSEWHERE.validate()
+  assert ELSEWHERE.own_platform == "cpu"
+  here, engine = ELSEWHERE.layouts()
+  assert here.devices == jax.devices("cpu")[:1]
+  assert not isinstance(engine.mesh, jax.sharding.Mesh)
+  # That of this host's processor is not what is planned for.
+  memory = ELSEWHERE.memory(jax.devices("cpu"))
+  assert memory == placement.Memory(72 * 2**30)
+
+
 @pytest.mark.parametrize(
   ("changes", "words"),
   [
+    ({"device_gib": None}, "device_gib is missing"),
+    ({"backend": local.Local()}, "on CPUs so far, not on a GPU"),
+    ({"decode_processes": 0}, "on CPUs so far, not on a GPU"),
+    ({"learner_processes": 1}, "on CPUs so far, not on a GPU"),
+  ],
+)
+def test_a_device_of_this_host_is_no_accelerator_beside_others(changes, words):
+  with pytest.raises(ValueError, match=words):
+    dataclasses.replace(ELSEWHERE, **changes).validate()
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    (
+      {"learner": MeshSpec(data=4), "learner_processes": 10**30},
+      r"learner_processes=10{30} does not divide the 4 .*; use 4, or",
+    ),
     (
       {"learner": MeshSpec(data=4), "learner_processes": 3},
       r"learner_processes=3 does not divide the 4 devices of .*; use 2, or",
@@ -377,6 +418,18 @@ def test_a_learner_in_other_processes_has_one_device_of_this_one():
     (
       {"decode_python": "python"},
       r"decode_python=python with .*decode_processes=0: .*decode_processes=1$",
+    ),
+    (
+      {"more": (placement.DecodePool(name="far", role="prefill"),)},
+      "pool far has role=prefill, but the engines of decode are in this .*"
+      r"use placement\.decode_processes=1, and processes=1 of every other",
+    ),
+    (
+      {
+        "decode_processes": 1,
+        "more": (placement.DecodePool(name="far", role="prefill"),),
+      },
+      "pool far has role=prefill, but the engines of far are in this process",
     ),
     (
       {"more": (placement.DecodePool(name="far", python="python"),)},
@@ -425,3 +478,16 @@ def test_a_python_with_all_packages_is_accepted():
   here = Placement(decode_processes=1, decode_python=sys.executable)
   here.validate_installed()
   Placement().validate_installed()
+
+
+def test_a_pool_encodes_for_others_if_it_says_so():
+  far = DecodePool(name="far", role="prefill", processes=1)
+  place = Placement(decode_processes=1, more=(far,))
+  place.validate()
+  assert [info.role for info in place.engine_infos] == ["decode", "prefill"]
+  text = 'rl.pools.placement.DecodePool(name="far",role="%s",processes=1)'
+  place = Placement(decode_processes=1)
+  said = overrides.override(place, "more", f"[{text % 'prefill'}]")
+  assert said.more == (far,)
+  with pytest.raises(ValueError, match=r"role=prefil: .* did you mean prefill"):
+    overrides.override(place, "more", f"[{text % 'prefil'}]")

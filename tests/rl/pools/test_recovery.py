@@ -336,6 +336,22 @@ def test_an_engine_that_is_back_before_the_copies_are_made_switches_as_well():
   ]
 
 
+def test_an_engine_that_is_given_up_at_once_is_closed():
+  async def scenario():
+    pool = Pool(recovery.Recovery(attempts=1)).start()
+    (lost, _), ended = pool.engines, []
+
+    async def close():
+      ended.append(lost)
+
+    lost.close = close
+    pool.router._lose(0, "it is silent")
+    await asyncio.sleep(1)
+    return ended == [lost], pool.restarts.given_up
+
+  assert pools.run(scenario()) == (True, 1)
+
+
 @pytest.mark.parametrize(
   "after_s", [0.5, 1.5, 3.0], ids=["wait", "copy", "start"]
 )

@@ -208,6 +208,16 @@ def test_a_conversation_ends_when_nobody_has_its_version_any_more():
   assert pools.run(scenario()) == (0, [2, 2])
 
 
+def test_an_engine_that_has_no_weights_yet_is_told_without_a_version():
+  async def scenario():
+    pooled, (engine,) = pools.pool(1, 0.01)
+    engine.version = -1
+    return pooled.roll()
+
+  (line,) = pools.run(scenario())
+  assert line.endswith(", version none")
+
+
 def test_what_is_flushed_is_flushed_everywhere():
   async def scenario():
     pooled, engines = pools.pool(3)
@@ -276,8 +286,8 @@ def test_a_mapped_domain_falls_back_within_a_dispatch_and_returns():
   told, described = pools.run(scenario())
   assert [{k: v for k, v in e.items() if k != "t"} for e in told] == [
     *(
-      {"kind": "engine_pool", "engine": i, "pool": pool, "hardware": hardware}
-      for i, (pool, hardware) in enumerate((FAST, WIDE))
+      {"kind": "engine_pool", "engine": i, "pool": x.pool, "hardware": x.kind}
+      for i, x in enumerate((FAST, WIDE))
     ),
     {"kind": "preference", "source": "math", "wanted": "wide"},
     {

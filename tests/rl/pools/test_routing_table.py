@@ -24,6 +24,13 @@ def bindings(table):
   return {name: i for name, i in bound.items() if i is not None}
 
 
+def sent(table, *args):
+  """Sends a request, and returns its engines, as not all are lost."""
+  found = table.send(*args)
+  assert found is not None
+  return found
+
+
 class Asked:
   """Sends requests that have names by themselves."""
 
@@ -160,7 +167,7 @@ def test_all_of_a_mapped_domain_land_on_its_pool_and_others_by_default():
   }
   assert table.counts.fallbacks == 0
   # A session that never began is one of no domain.
-  assert table.send("r", "unheard") == (0, "")
+  assert sent(table, "r", "unheard")[:2] == (0, "")
 
 
 def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
@@ -173,12 +180,12 @@ def test_a_pool_that_is_down_is_left_at_once_and_taken_again_when_it_is_back():
   assert table.assign("d", "math") == (0, "wide")
   assert table.must_move("a")
   assert table.move("a", [0, 0, 0]) == (0, "wide")
-  assert table.send("s", "a") == (0, "")
+  assert sent(table, "s", "a")[:2] == (0, "")
   assert (table.counts.fallbacks, table.counts.moved) == (2, 1)
   table.recover(2)
   assert table.assign("e", "math") == (2, "")
   # Who fell back stays where its keys and values are.
-  assert table.send("t", "d") == (0, "")
+  assert sent(table, "t", "d")[:2] == (0, "")
   assert bindings(table) == {"a": 0, "d": 0, "e": 2}
   assert (table.counts.fallbacks, table.counts.returns) == (2, 1)
   described = table.describe()
@@ -408,6 +415,83 @@ def test_tokens_count_whose_engine_was_lost_meanwhile():
   table.measure("a", 0, affinity.Sample(), 5)
   with pytest.raises(ValueError, match="tokens of version 5, which no engine"):
     table.move("a", [5, 6])
+
+
+def phases(prefill=2):
+  """Returns a table of an engine that decodes, 0, and others that encode."""
+  encode = placement.EngineInfo("encode", "compute", "prefill")
+  return routing_table.RoutingTable(
+    [placement.EngineInfo(), *[encode] * prefill],
+    affinity.Routing(min_prefill_ids=100),
+  )
+
+
+def test_new_ids_are_encoded_by_the_engine_with_the_least_to_encode():
+  table = phases()
+  for name in "abc":
+    # An engine that only encodes has no session.
+    assert table.assign(name, "") == (0, "")
+  versions = [4, 4, 4]
+  begun = [sent(table, f"r{x}", x, 100, versions) for x in "abc"]
+  assert [x[3:] for x in begun] == [(1, 0), (2, 0), (1, 0)]
+  table.encoded("ra")
+  table.encoded("rb", "late")
+  assert not table.is_encoding("ra")
+  assert table.is_encoding("rc")
+  table.answered("rc")  # Cancelled while it was encoded.
+  table.answered("ra")
+  # 100 ids and 30 of the answer are there: 229 - 130 are too few.
+  table.measure("a", 0, affinity.Sample(), 4, 130)
+  assert sent(table, "s", "a", 229, versions)[3:] == (-1, 0)
+  assert sent(table, "t", "a", 230, versions)[3:] == (1, 130)
+  # With new weights its engine has forgotten them.
+  assert sent(table, "u", "a", 130, [5, 5, 5])[3:] == (2, 0)
+  described = table.describe()
+  assert described["prefills"] == described["prefills_missed/late"] == 1.0
+
+
+def test_an_engine_that_encodes_must_serve_and_have_the_same_weights():
+  table = phases()
+  table.assign("a", "")
+
+  def prefill(name, versions):
+    return sent(table, name, "a", 100, versions).prefill
+
+  assert prefill("r", [4, 3, 4]) == 2
+  assert prefill("s", [4, 3, 5]) == -1
+  table.lose(2, 4)
+  table.leave(1)
+  assert prefill("t", [4, 4, 4]) == -1
+  assert prefill("u", ()) == -1  # Nobody hands over.
+  assert sent(table, "v", "unheard", 100, [4, 4, 4]).prefill == -1
+  assert table.counts.prefills_missed == {"version": 1, "lost": 1}
+
+
+def test_an_engine_that_encodes_takes_no_session_of_a_lost_one():
+  table = phases(prefill=1)
+  table.assign("a", "")
+  table.lose(0, 0)
+  assert table.all_lost
+  assert table.serving == [1]
+  assert table.move("a", [0, 0]) is None
+  assert table.assign("b", "") is None
+  assert table.send("r", "unheard") is None
+  table.leave(1)
+  assert not table.may_remove(1)
+  table.recover(0)
+  assert table.may_remove(1)
+
+
+def test_no_source_can_prefer_a_pool_that_encodes():
+  infos = [
+    placement.EngineInfo("decode", "bandwidth"),
+    placement.EngineInfo("wide", "any"),
+    placement.EngineInfo("encode", "compute", "prefill"),
+  ]
+  for name in ("encode", "compute"):
+    routing = affinity.Routing(prefer={"math": name})
+    with pytest.raises(ValueError, match=rf"prefer\.math={name} names neither"):
+      affinity.Affinity(infos, routing)
 
 
 @pytest.mark.parametrize("kind", ["any", "compute"])

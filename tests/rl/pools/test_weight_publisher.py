@@ -15,6 +15,7 @@ from rl.engine import contract
 from rl.pools import placement, router, weight_publisher, weight_transfer
 from rl.runtime import checksum, mesh_thread
 from rl.testing import scripted_engine
+from tests.helpers import machine_speed
 
 pytestmark = pytest.mark.compiled
 
@@ -217,7 +218,9 @@ def test_decoding_goes_on_while_the_copy_is_made(
     loop = asyncio.get_running_loop()
     wait = asyncio.run_coroutine_threadsafe
     busy = asyncio.create_task(
-      copier.run("copy", lambda: wait(go.wait(), loop).result(10))
+      copier.run(
+        "copy", lambda: wait(go.wait(), loop).result(machine_speed.scaled(10))
+      )
     )
     publish = asyncio.create_task(publisher.publish(VERSION, params, "drain"))
     await asyncio.sleep(0.02)

@@ -88,6 +88,10 @@ def test_answers_are_those_of_an_engine_without_drafts(model):
     "config": tiny_engine.CONFIG if sparse else tiny_engine.DENSE,
     "record_experts": sparse,
     "steps_per_dispatch": 6,
+    # One request at a time: few programs.
+    "row_buckets": (2,),
+    "chunk_buckets": (6,),
+    "compile_ahead": False,
   }
   with tiny_engine.serve(**settings) as served:
     expected = conversations(served)

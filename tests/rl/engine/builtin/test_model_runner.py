@@ -211,3 +211,33 @@ def test_a_mesh_gives_the_answers_and_experts_of_one_device(meshed):
       assert np.abs(others[0, : len(ids)] - plain).max() > 0.1
   assert meshed.engine.stats().cached_tokens > 0
   meshed.check()
+
+
+def test_pages_are_read_and_written_whatever_their_number(
+  dense_config, one_device
+):
+  # More than a program takes; 33 is one of them alone.
+  shapes = dataclasses.replace(SHAPES, pages=80)
+  source, target = (
+    model_runner.ModelRunner(dense_config, shapes, one_device, bias_slots=1)
+    for _ in range(2)
+  )
+  rng = np.random.default_rng(0)
+  for runner in (source, target):
+    runner.allocate()
+    whole = [rng.normal(size=x.shape) for x in jax.tree.leaves(runner._cache)]
+    tree = jax.tree.structure(runner._cache)
+    runner._cache = jax.device_put(
+      tree.unflatten([x.astype(np.float32) for x in whole]), runner._pages
+    )
+  before = [np.asarray(x) for x in jax.tree.leaves(target._cache)]
+  taken, given = rng.permutation(80)[:33].tolist(), rng.permutation(80)
+  source.copy([(taken[0], taken[1])])
+  values = source.read_pages(taken)
+  pages, rest = given[:33].tolist(), given[33:]
+  target.write_pages(pages, values)
+  after = jax.tree.leaves(target._cache)
+  for value, old, new in zip(values, before, after, strict=True):
+    np.testing.assert_array_equal(value[:, :, 0], value[:, :, 1])
+    np.testing.assert_array_equal(new[:, :, np.asarray(pages)], value)
+    np.testing.assert_array_equal(new[:, :, rest], old[:, :, rest])

@@ -22,7 +22,7 @@ from rl.engine import contract
 from rl.engine.sglang import process_isolation, scheduler_thread
 from rl.engine.sglang import requests as sglang_requests
 from rl.engine.sglang.settings import SglangSettings
-from tests.helpers import engines_under_test
+from tests.helpers import engines_under_test, machine_speed
 
 pytestmark = pytest.mark.process
 
@@ -202,7 +202,7 @@ def test_it_starts_in_the_main_thread_only():
 
   thread = threading.Thread(target=start)
   thread.start()
-  thread.join(10)
+  thread.join(machine_speed.scaled(10))
   assert errors
   assert "main thread" in errors[0]
 
@@ -288,7 +288,7 @@ def test_a_step_that_hangs_ends_the_engine():
 
     def hang(*_):
       hung.set()
-      over.wait(30)
+      over.wait(machine_speed.scaled(30))
 
     async def scenario():
       served.engine._sizes = dataclasses.replace(
