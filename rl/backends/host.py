@@ -121,18 +121,27 @@ def address_of(text: str, where: str) -> tuple[str, int]:
   return host.strip("[]"), int(port)
 
 
+def joined(host: str, port: int) -> str:
+  """Returns the address that `address_of` reads."""
+  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Host(socketserver.ThreadingTCPServer):
   """Starts programs that others ask for; `serve_forever`, then `close`.
 
   Args:
     where: host and port at which it listens; port 0 takes a free one.
     slots: programs at once; whoever asks for more is refused.
+    only: the name of the programs that it takes, or its first words; "" is all.
   """
 
   allow_reuse_address = True
 
-  def __init__(self, where: tuple[str, int], token: str, slots: int):
+  def __init__(
+    self, where: tuple[str, int], token: str, slots: int, only: str = ""
+  ):
     self._token = token
+    self._only = only
     self._slots = threading.BoundedSemaphore(slots)
     self._num_slots = slots
     self._closing = threading.Event()
@@ -157,21 +166,24 @@ class Host(socketserver.ThreadingTCPServer):
     if not hmac.compare_digest(given, self._token.encode()):
       lines.send(refused="unknown token")
       return
-    if not self._slots.acquire(blocking=False):
-      lines.send(refused=f"all {self._num_slots} places are taken", full=True)
-      return
-    try:
-      with tempfile.TemporaryDirectory() as folder:
-        log = pathlib.Path(folder) / "log"
-        log.touch()
+    with tempfile.TemporaryDirectory() as folder:
+      log = pathlib.Path(folder) / "log"
+      log.touch()
+      try:
+        program = read_program(told["program"], log)
+        takes = f"{program.name} ".startswith(self._only and f"{self._only} ")
+      except (AttributeError, KeyError, TypeError, ValueError) as error:
+        lines.send(refused=f"this is no program: {error!r}")
+        return
+      if not takes:
+        lines.send(refused=f"it takes {self._only!r} only", full=True)
+      elif not self._slots.acquire(blocking=False):
+        lines.send(refused=f"all {self._num_slots} places are taken", full=True)
+      else:
         try:
-          program = read_program(told["program"], log)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-          lines.send(refused=f"this is no program: {error!r}")
-          return
-        self._play(lines, local.LocalProcess(program), log)
-    finally:
-      self._slots.release()
+          self._play(lines, local.LocalProcess(program), log)
+        finally:
+          self._slots.release()
 
   def _first(self, lines: JsonLines) -> dict[str, Any]:
     deadline = time.monotonic() + SILENCE_S

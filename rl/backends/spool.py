@@ -20,6 +20,7 @@ import uuid
 from typing import Any, Protocol
 
 from rl.backends import contract, followed, host, local
+from rl.runtime import log_line
 
 _LOOK_S = 0.1
 _BEAT_S = 1.0
@@ -128,7 +129,7 @@ def run(directory: str) -> int:
     process.close()
   if process.reason:
     with program.log.open("a") as log:
-      log.write(f"{process.reason}\n")
+      log_line.tell(process.reason, log)
   (folder / "code.partial").write_text(str(code))
   (folder / "code.partial").replace(folder / "code")
   return code
@@ -145,7 +146,7 @@ def _forward(
     if (text := _text(folder / "beat")) != beat:
       beat, heard_s = text, now
     if now > heard_s + silence_s:
-      print("nobody waits for this program any more", flush=True)
+      log_line.tell("nobody waits for this program any more", sys.stdout)
       process.hang_up()
       if (code := contract.wait(process, _END_S)) is None:
         process.close()

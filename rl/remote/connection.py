@@ -5,7 +5,8 @@
   post ----+   one queue, in order                       +-- notices
 
 All that one side sends arrives in the order in which it was sent, so a notice
-never overtakes a call and an answer never a notice. When the stream ends, every
+never overtakes a call and an answer never a notice. What is sent at one moment
+is one message, in pieces that any socket takes. When the stream ends, every
 call of both sides ends with it.
 """
 
@@ -24,6 +25,11 @@ _ERRORS: Mapping[str, Callable[[str], Exception]] = {
   "EngineClosed": contract.EngineClosed,
 }
 _CLOSE_S = 2.0
+_SEND_S = 30.0
+"""Time in which the other side takes a piece. A WebSocket's heartbeats wait
+behind it, so they never find a process that has stopped meanwhile."""
+_PIECE, _MAX_BYTES = 16 << 20, 1 << 30
+_LAST, _MORE = b"\0", b"\1"
 _DONE = object()
 
 
@@ -210,15 +216,36 @@ class Connection:
       await self._ready.wait()
       self._ready.clear()
       batch, self._outgoing = self._outgoing, []
-      await self._socket.send(wire.pack(batch))
+      data = wire.pack(batch)
+      for start in range(0, len(data), _PIECE):
+        mark = _MORE if start + _PIECE < len(data) else _LAST
+        await self._send_piece(mark + data[start : start + _PIECE])
+
+  async def _send_piece(self, piece: bytes) -> None:
+    try:
+      async with asyncio.timeout(_SEND_S):
+        await self._socket.send(piece)
+    except TimeoutError:
+      raise Lost(f"it has taken nothing for {_SEND_S:g} s") from None
+
+  async def _received(self) -> bytes:
+    """Returns the next message."""
+    pieces, mark, length = [], _MORE, 0
+    while mark == _MORE:
+      piece = await self._socket.recv()
+      if isinstance(piece, str):
+        raise wire.Malformed("text in place of bytes")
+      mark = piece[:1]
+      length += len(piece)
+      if length > _MAX_BYTES:
+        raise wire.Malformed(f"a message of more than {_MAX_BYTES} bytes")
+      pieces.append(piece[1:])
+    return b"".join(pieces)
 
   async def _read(self) -> None:
     while True:
-      data = await self._socket.recv()
-      if isinstance(data, str):
-        raise wire.Malformed("text in place of bytes")
       is_waiting = False
-      for kind, *rest in wire.unpack(data):
+      for kind, *rest in wire.unpack(await self._received()):
         # A call begins before a notice behind it is heard; but all calls of a
         # message begin together, so that an engine decodes them together.
         if is_waiting and kind != "call":

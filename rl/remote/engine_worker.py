@@ -4,23 +4,27 @@
 
 A version arrives in two steps: `stage` reads its slices into the devices while
 decoding goes on, and `serve` switches to what was staged.
+
+  export_prefix --> memory of this process --read--> import_prefix of another
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import signal
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Int32
 
 from models import config as model_config
 from rl.engine import contract
 from rl.pools import placement, weight_transfer
 from rl.remote import connection, weight_store, weight_stream
-from rl.runtime import mesh_thread, trace
+from rl.runtime import log_line, mesh_thread, trace
 
 _TELL_S = 0.005
 """Between two looks at first tokens and counters."""
@@ -84,6 +88,10 @@ class EngineWorker:
     # the names of their tensors.
     self._served: dict[str, jax.Array] = {}
     self._staged: dict[str, jax.Array] = {}
+    # Keys and values for other workers, by the names of their hand-overs.
+    self._exported: dict[str, Sequence[weight_store.StoredTensor]] = {}
+    self._host = ""
+    self._outlet: weight_stream.WeightStream | None = None
     self._unbegun: set[str] = set()
     self._told: contract.EngineStats | None = None
     self._post: Callable[..., None] = lambda *notice: None
@@ -104,8 +112,14 @@ class EngineWorker:
         "serve": self._serve,
         "checksum": self._engine.checksum,
         "flush_cache": self._engine.flush_cache,
+        "export_prefix": self._export_prefix,
+        "import_prefix": self._import_prefix,
       },
-      hears={"abort": self._abort, "resume": self._engine.resume},
+      hears={
+        "abort": self._abort,
+        "resume": self._engine.resume,
+        "release_prefix": self._release_prefix,
+      },
       before_answering=self._tell_stats,
     )
     self._post = made.post
@@ -117,6 +131,8 @@ class EngineWorker:
     SIGTERM asks the other side to let it go; a second one ends it at once.
     """
     stream = self.connect(socket, name)
+    # As the run's host is reached from here, other workers reach this one.
+    self._host = getattr(socket, "local_address", ("",))[0]
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave)
     watching = asyncio.create_task(self.watch())
     try:
@@ -127,13 +143,15 @@ class EngineWorker:
 
   def _leave(self) -> None:
     told = "to leave once nothing is asked of it; again to end at once"
-    print(told, flush=True)
+    log_line.tell(told, sys.stdout)
     self._post("leave")
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
   async def close(self) -> None:
     """Stops the engine and its threads."""
     await self._engine.close()
+    if self._outlet is not None:
+      await asyncio.to_thread(self._outlet.close)
     for thread in (self._thread, self._copier):
       thread.close()
 
@@ -205,6 +223,47 @@ class EngineWorker:
     with contextlib.suppress(ValueError):  # It has just ended.
       self._engine.abort(request_id)
 
+  # Prefixes for other workers, and from them.
+
+  async def _export_prefix(
+    self,
+    name: str,
+    ids: Int32[np.ndarray, " N"],
+    start: int,
+    priority: tuple[int, ...],
+  ) -> contract.PrefixPages:
+    """Keeps pages of a prompt until the other side releases them."""
+    engine = self._engine
+    assert isinstance(engine, contract.PrefixEngine)
+    async with engine.export_prefix(ids, start, priority) as prefix:
+      if not prefix.nbytes:
+        return prefix
+      stored = await asyncio.to_thread(weight_store.keep, prefix.pages)
+    self._exported[name] = stored
+    addresses = [tensor.address for tensor in stored]
+    return prefix._replace(pages=(addresses, self._stream_address()))
+
+  def _release_prefix(self, name: str) -> None:
+    self._exported.pop(name, None)
+
+  def _stream_address(self) -> tuple[str, int, str] | None:
+    """Returns where workers of other hosts read; None: there are none."""
+    if self._task.stream is None:
+      return None
+    if self._outlet is None:
+      self._outlet = weight_stream.WeightStream(self._host)
+    address = self._outlet.address
+    return address.host, address.port, address.token
+
+  async def _import_prefix(self, given: Sequence[Any]) -> str:
+    """Reads pages from another worker into the prefix cache."""
+    engine, prefix = self._engine, contract.PrefixPages(*given)
+    assert isinstance(engine, contract.PrefixEngine)
+    if prefix.version != engine.stats().version:
+      return "version"
+    pages = await asyncio.to_thread(_read_pages, *prefix.pages)
+    return await engine.import_prefix(prefix._replace(pages=pages))
+
   # Weights.
 
   async def _start(
@@ -240,9 +299,7 @@ class EngineWorker:
     self, tensors: Sequence[weight_store.Tensor]
   ) -> tuple[dict[str, jax.Array], int]:
     arrays: dict[str, jax.Array] = {}
-    stream, opened = self._task.stream, weight_store.StoreReader
-    if stream is not None:
-      opened = functools.partial(weight_stream.StreamReader, stream)
+    opened = weight_stream.reader_at(self._task.stream)
     with weight_store.Readers(opened) as readers:
       for tensor, place in zip(tensors, self._places, strict=True):
         if (array := self._served.get(tensor.name)) is None:
@@ -266,3 +323,28 @@ class EngineWorker:
       version, params, in_flight, self._tell_step
     )
     self._served = staged
+
+
+def _read_pages(
+  addresses: Sequence[Sequence[Any]], stream: Sequence[Any] | None
+) -> list[np.ndarray]:
+  """Returns whole tensors of another worker.
+
+  Raises:
+    ValueError: they are gone, or damaged.
+  """
+  place = None
+  if stream is not None:
+    host, port, token = stream
+    place = weight_stream.StreamAddress(host=host, port=port, token=token)
+  tensors = [weight_store.Tensor._make(address) for address in addresses]
+  try:
+    with weight_store.Readers(weight_stream.reader_at(place)) as readers:
+      return [
+        readers.of(x).read(x.name, x.shape, np.dtype(x.dtype), ())
+        for x in tensors
+      ]
+  except OSError as error:
+    raise ValueError(
+      f"the keys and values are out of reach: {error}"
+    ) from error

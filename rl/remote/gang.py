@@ -13,16 +13,17 @@ words. This process is not a member.
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import itertools
 import json
 import pathlib
-import socket
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from rl.backends import contract as backends
 from rl.pools import placement
-from rl.remote import connection, learner_worker, workers
+from rl.remote import connection, learner_worker, weight_stream, workers
 from rl.runtime import watchdog as watchdog_lib
 from rl.settings import overrides
 from rl.train import learner
@@ -42,6 +43,10 @@ class Gang:
     tasks: of the members.
     log_dir: see `workers.Workers`.
     deadline_s: of a command.
+    backend: starts them.
+
+  Raises:
+    ValueError: the backend cannot be reached.
 
   Attributes:
     tiles: of each member, once it is open; see `LearnerWorker`.
@@ -54,10 +59,17 @@ class Gang:
     *,
     deadline_s: float,
     watchdog: watchdog_lib.Watchdog | None = None,
+    backend: backends.Backend,
   ):
-    self._tasks = tasks
     self._deadline_s = deadline_s
-    self._workers = workers.Workers(log_dir, watchdog)
+    self._workers = workers.Workers(log_dir, watchdog, backend)
+    self._states = None
+    if not backend.shares_memory:
+      self._states = weight_stream.WeightStream(
+        self._workers.host, writable=True
+      )
+    address = self._states and self._states.address
+    self._tasks = [dataclasses.replace(x, stream=address) for x in tasks]
     self._members: list[tuple[workers.Worker, connection.Connection]] = []
     self._watching: list[asyncio.Task[None]] = []
     self._opening = asyncio.Lock()
@@ -94,7 +106,8 @@ class Gang:
         self._watching.append(
           asyncio.create_task(self._watch(i, stream), name=name)
         )
-      joins = [(_free_address(),)] * len(self._members)
+      offers = await self.command("offer", [()] * len(self._members))
+      joins = [(offers[0],)] * len(self._members)
       self.tiles = await self.command("join", joins, deadline_s=_JOIN_S)
 
   async def _start(
@@ -171,7 +184,7 @@ class Gang:
     return await asyncio.shield(self._lost)
 
   async def _end(self, number: int, why: str) -> str:
-    running = " and ".join(map(repr, self._running))
+    running = " and ".join(map(repr, dict.fromkeys(self._running)))
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(_BLAME_S):
         await self._first_gone.wait()
@@ -211,13 +224,9 @@ class Gang:
     for _, stream in self._members:
       await stream.close()
     await self._workers.close()
-
-
-def _free_address() -> str:
-  """Returns where the members can find each other."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    return f"127.0.0.1:{free.getsockname()[1]}"
+    if self._states is not None:
+      await asyncio.to_thread(self._states.close)
+      self._states = None
 
 
 def of_learner(
@@ -235,4 +244,10 @@ def of_learner(
     )
     for i in range(count)
   ]
-  return Gang(tasks, log_dir, deadline_s=deadline_s, watchdog=watchdog)
+  return Gang(
+    tasks,
+    log_dir,
+    deadline_s=deadline_s,
+    watchdog=watchdog,
+    backend=place.backend,
+  )

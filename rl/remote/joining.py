@@ -31,8 +31,27 @@ def remove(run_dir: pathlib.Path) -> None:
   (run_dir / FILE).unlink(missing_ok=True)
 
 
-def read(run_dir: pathlib.Path) -> tuple[str, str]:
+def _reason(run_dir: pathlib.Path, is_alive: bool) -> str:
+  if not run_dir.is_dir():
+    return "does not exist; name the directory of a run"
+  if not (run_dir / "config.json").exists():
+    return "holds no run: no config.json"
+  if not is_alive:
+    return (
+      "takes no engines: no process works on that run, which has ended or was "
+      "stopped; the same command goes on if rounds are left"
+    )
+  return (
+    "takes no engines: all that it has are in its own process, or it has just "
+    "begun; start it with --config.placement.decode_processes=1"
+  )
+
+
+def read(run_dir: pathlib.Path, is_alive: bool) -> tuple[str, str]:
   """Returns address and token of a run.
+
+  Args:
+    is_alive: some process works on it, by its directory.
 
   Raises:
     Refused: it lets nobody in here.
@@ -42,9 +61,7 @@ def read(run_dir: pathlib.Path) -> tuple[str, str]:
     host, address, token = where["host"], where["address"], where["token"]
   except FileNotFoundError:
     raise workers.Refused(
-      f"--join={run_dir} takes no engines: no process works on its rounds, or "
-      "all its engines are in that process; start it with "
-      "--config.placement.decode_processes=1"
+      f"--join={run_dir} {_reason(run_dir, is_alive)}"
     ) from None
   except OSError as error:
     raise workers.Refused(f"--join={run_dir}: {error.strerror}") from error

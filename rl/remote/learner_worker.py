@@ -12,16 +12,20 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from websockets.asyncio import client as websockets_client
 
+from rl.backends import host as backends_host
 from rl.data import batch as batch_lib
 from rl.pools import placement
-from rl.remote import connection, weight_store
+from rl.remote import connection, weight_store, weight_stream
 from rl.settings import overrides
 from rl.train import learner, scoring, train_state
 
@@ -39,12 +43,14 @@ class LearnerTask:
     mesh: of the learner, over all processes.
     process: number of this one, of `processes`.
     platform: of its devices; None takes the one that jax finds.
+    stream: has its state on the run's host; None is memory of this one.
   """
 
   mesh: placement.MeshSpec
   process: int
   processes: int
   platform: str | None = None
+  stream: weight_stream.StreamAddress | None = None
 
   @property
   def placement(self) -> placement.Placement:
@@ -72,9 +78,12 @@ class LearnerWorker:
     self._references: list[learner.ScoreProgram | None] = []
     self._held: dict[int, Any] = {}
 
-  async def serve(self, socket: connection.Socket, name: str) -> str:
+  async def serve(
+    self, stream: websockets_client.ClientConnection, name: str
+  ) -> str:
     """Serves until the stream ends; returns why it did."""
     methods = {
+      "offer": functools.partial(_free_address, stream.local_address[0]),
       "join": _unguarded(self._join),
       "build": _unguarded(self._build),
       "take": self._take,
@@ -88,7 +97,7 @@ class LearnerWorker:
       name: functools.partial(self._run, method)
       for name, method in methods.items()
     }
-    return await connection.Connection(socket, name=name, serves=served).run()
+    return await connection.Connection(stream, name=name, serves=served).run()
 
   async def _run(
     self, method: Callable[..., Any], dropped: Sequence[int], *args: Any
@@ -112,6 +121,9 @@ class LearnerWorker:
   def _join(self, address: str) -> list[tuple[int, int]]:
     """Makes the mesh with the other processes.
 
+    Args:
+      address: that the first of them has offered.
+
     Returns:
       The tiles that this process keeps of a batch: (block of rows, block of
       the tokens of a row), of as many blocks as these are split into.
@@ -124,8 +136,13 @@ class LearnerWorker:
       self._task.processes,
       self._task.process,
       cluster_detection_method="deactivate",
+      local_device_ids=range(self._task.mesh.size // self._task.processes),
+      # By default it listens at every address of the host.
+      coordinator_bind_address=address,
     )
     self._layout = self._task.mesh.layout(jax.devices(self._task.platform))
+    assert isinstance(self._layout.mesh, jax.sharding.Mesh)
+    _connect(self._layout.mesh)
     self._place = self._layout.sharding("batch", "length")
     self._blocks = self._layout.num_batch, self._layout.size("length")
     places = self._place.addressable_devices_indices_map(self._blocks)
@@ -153,7 +170,8 @@ class LearnerWorker:
   ) -> int:
     """Reads a state, of which devices get what they keep; returns its bytes."""
     places = jax.tree.leaves(self._programs[programs].abstract)
-    with weight_store.Readers() as readers:
+    opened = weight_stream.reader_at(self._task.stream)
+    with weight_store.Readers(opened) as readers:
       for number, told, like in zip(numbers, tensors, places, strict=True):
         tensor = weight_store.Tensor._make(told)
         self._held[number] = weight_store.placed(
@@ -163,7 +181,7 @@ class LearnerWorker:
 
   def _store(self, path: str, named: Sequence[tuple[int, str]]) -> None:
     """Writes this process's slices of arrays to a file of all processes."""
-    with weight_store.StoreWriter(path) as writer:
+    with weight_stream.writer_at(self._task.stream, path) as writer:
       for number, name in named:
         writer.write(name, self._held[number])
 
@@ -264,6 +282,38 @@ class LearnerWorker:
     state = self._state(programs, fields)
     placed = map(self._placed, batches)
     return self._programs[programs].measure(state.params, placed)
+
+
+def _free_address(host: str) -> str:
+  """Returns an address of this host with a free port."""
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  with socket.socket(family) as free:
+    free.bind((host, 0))
+    return backends_host.joined(host, free.getsockname()[1])
+
+
+def _connect(mesh: jax.sharding.Mesh) -> None:
+  """Makes the connections among processes that collective programs use.
+
+  The first program over some axes makes theirs, and gives up if the others are
+  not there within 30 s. Larger programs, which one process may have to compile
+  while another has them in its cache, would begin further apart.
+  """
+  axes = [name for name, size in mesh.shape.items() if size > 1]
+  shape = [mesh.shape[name] for name in axes]
+  place = jax.sharding.NamedSharding(mesh, jax.P(*axes))
+  ones = jax.make_array_from_callback(
+    tuple(shape), place, lambda _: np.ones([1] * len(axes), np.float32)
+  )
+  for count in range(1, len(axes) + 1):
+    for over in itertools.combinations(axes, count):
+      add = jax.shard_map(
+        functools.partial(jax.lax.psum, axis_name=over),
+        mesh=mesh,
+        in_specs=place.spec,
+        out_specs=jax.P(*(None if name in over else name for name in axes)),
+      )
+      jax.block_until_ready(jax.jit(add)(ones))
 
 
 def tile(

@@ -1,6 +1,7 @@
 """A decode engine in a process of its own, on this host or another.
 
   generate, stream, abort --> connection ==> engine_worker.EngineWorker
+  export_prefix: keys and values into its shared memory -> import_prefix
   begun, stats <-- what the worker has told by then
   update_weights: weights into shared memory -> stage -> serve
 
@@ -15,10 +16,10 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
-import tempfile
 from collections.abc import (
   AsyncGenerator,
   Callable,
@@ -29,6 +30,8 @@ from collections.abc import (
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Int32
 
 from rl import experiment as experiment_lib
 from rl.backends import contract as backends
@@ -95,6 +98,7 @@ class RemoteEngine:
     self._spans = spans
     self._requests: dict[str, _Request] = {}
     self._stats = _NEVER
+    self._num_prefixes = itertools.count()
     self._report: Callable[[str], None] = lambda text: None
     self._on_step = contract.ignore_step
     self._update_lock = asyncio.Lock()
@@ -277,6 +281,31 @@ class RemoteEngine:
     """Returns the version of a first token; see `contract.DecodeEngine`."""
     return contract.find(self._requests, request_id).first_version
 
+  # Prefixes for other engines, and from them.
+
+  @contextlib.asynccontextmanager
+  async def export_prefix(
+    self,
+    ids: Int32[np.ndarray, " N"],
+    start: int = 0,
+    priority: tuple[int, ...] = (),
+  ) -> AsyncGenerator[contract.PrefixPages]:
+    """Yields where to read pages; see `contract.PrefixEngine`."""
+    name = f"prefix {next(self._num_prefixes)}"
+    try:
+      found = await self._call(
+        "export_prefix", name, ids, start, priority, deadline_s=math.inf
+      )
+      yield contract.PrefixPages(*found)
+    finally:
+      # Behind the call, so that nothing is kept for it, however it ended.
+      if self._stream is not None:
+        self._stream.post("release_prefix", name)
+
+  async def import_prefix(self, prefix: contract.PrefixPages) -> str:
+    """Adds pages of another worker; see `contract.PrefixEngine`."""
+    return await self._call("import_prefix", prefix)
+
   # Heard from the worker.
 
   def _hear_begun(self, versions: dict[str, int]) -> None:
@@ -407,22 +436,15 @@ class RemoteEngines:
     self._thread = thread
     self._spans = spans
     log_dir = run_dir and run_dir / "workers"
-    self._kept = contextlib.ExitStack()
-    folder = log_dir or pathlib.Path(
-      self._kept.enter_context(tempfile.TemporaryDirectory())
-    )
-    launcher = backend.open(folder / "backend")
-    self._workers = workers_lib.Workers(
-      log_dir, watchdog, launcher, backend.place_s
-    )
+    self._workers = workers_lib.Workers(log_dir, watchdog, backend)
+    self._weights = None
     if not backend.shares_memory:
-      stream = weight_stream.WeightStream(launcher.host)
-      self._kept.callback(stream.close)
-      tasks = {
-        info: dataclasses.replace(task, stream=stream.address)
-        for info, task in tasks.items()
-      }
-    self._tasks = tasks
+      self._weights = weight_stream.WeightStream(self._workers.host)
+    address = self._weights and self._weights.address
+    self._tasks = {
+      info: dataclasses.replace(task, stream=address)
+      for info, task in tasks.items()
+    }
     self._store = weight_store.WeightStore()
     self.write = self._store.write
 
@@ -464,7 +486,8 @@ class RemoteEngines:
     if self._run_dir is not None:
       joining.remove(self._run_dir)
     await self._workers.close()
-    await asyncio.to_thread(self._kept.close)
+    if self._weights is not None:
+      await asyncio.to_thread(self._weights.close)
 
 
 def of_experiment(
@@ -476,11 +499,14 @@ def of_experiment(
 ) -> RemoteEngines:
   """Returns the engines of an experiment that have processes of their own."""
   tasks = {
-    placement.EngineInfo(pool.name, pool.kind): engine_worker.EngineTask(
+    placement.EngineInfo(
+      pool.name, pool.kind, pool.role
+    ): engine_worker.EngineTask(
       model=experiment.model,
       engine=experiment.engine,
       mesh=pool.mesh,
       dtype=experiment.publishing.dtype,
+      platform=experiment.placement.platform,
       python=pool.python,
     )
     for pool in experiment.placement.pools

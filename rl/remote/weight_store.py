@@ -1,6 +1,6 @@
 """Weights in shared memory, for other processes of this host.
 
-`weight_stream` sends its slices to other hosts.
+`weight_stream` sends its slices to other hosts, and takes them from there.
 
   learner --write--> memory in the form of a file <--read-- engine, its slices
 
@@ -21,7 +21,7 @@ import mmap
 import os
 import pathlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
@@ -31,6 +31,9 @@ from models.hf import safetensors_io
 
 MEMORY = "twinmesh-weights"
 """Name of all such memory, in the lists of the system."""
+
+
+_num_kept = itertools.count()
 
 
 class StoredFile:
@@ -107,6 +110,17 @@ def reserve(
   file = StoredFile(len(header) + sum(sizes))
   file.write(0, header)
   return [StoredTensor(file, name, *form) for name, form in named.items()]
+
+
+def keep(arrays: Sequence[np.ndarray]) -> list[StoredTensor]:
+  """Returns tensors in one new file with these values."""
+  # A reader that comes too late finds other memory at the path of a free one.
+  values = {f"kept {next(_num_kept)}": array for array in arrays}
+  file = _filled(values)
+  return [
+    StoredTensor(file, name, value.shape, value.dtype)
+    for name, value in values.items()
+  ]
 
 
 class _Written(NamedTuple):
@@ -200,7 +214,7 @@ class _MappedFile:
     except (ValueError, OverflowError) as error:
       raise DamagedFile(f"{path} has no header: {error}") from error
 
-  def _whole(
+  def whole(
     self, name: str, shape: Sequence[int], dtype: np.dtype
   ) -> np.ndarray:
     """Returns a tensor in the memory of the file.
@@ -261,23 +275,9 @@ class StoreReader(_MappedFile):
       DamagedFile: the tensor is missing, another one, or cut short.
     """
     # A copy: jax on a CPU would otherwise use the writer's memory.
-    piece = self.view(name, shape, dtype, index).copy()
+    piece = self.whole(name, shape, dtype)[index].copy()
     self.bytes_read += piece.nbytes
     return piece
-
-  def view(
-    self,
-    name: str,
-    shape: Sequence[int],
-    dtype: np.dtype,
-    index: tuple[slice, ...],
-  ) -> np.ndarray:
-    """Returns a slice of a tensor, in the memory of the file.
-
-    Raises:
-      DamagedFile: the tensor is missing, another one, or cut short.
-    """
-    return self._whole(name, shape, dtype)[index]
 
 
 class StoreWriter(_MappedFile):
@@ -293,10 +293,18 @@ class StoreWriter(_MappedFile):
     Raises:
       DamagedFile: the tensor is missing, another one, or cut short.
     """
-    whole = self._whole(name, array.shape, array.dtype)
-    for shard in array.addressable_shards:
-      if shard.replica_id == 0:
-        whole[shard.index] = jax.device_get(shard.data)
+    whole = self.whole(name, array.shape, array.dtype)
+    for index, values in own_slices(array):
+      whole[index] = values
+
+
+def own_slices(
+  array: jax.Array,
+) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+  """Yields the slices of an array that this process is to write."""
+  for shard in array.addressable_shards:
+    if shard.replica_id == 0:
+      yield shard.index, jax.device_get(shard.data)
 
 
 class Reader(Protocol):

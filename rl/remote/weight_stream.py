@@ -1,16 +1,19 @@
-"""Weights for engines on other hosts: slices of the store, over TCP.
+"""Weights between hosts: slices of tensors of the store, over TCP.
 
-  WeightStream, beside the store <==request, slice== StreamReader, in an engine
+  WeightStream, beside the store ==slice==> StreamReader: engines and learners
+                                 <==slice== StreamWriter: learners
 
-Only the slices that an engine's devices keep are sent, each once, as the reader
-of shared memory reads them. The stream has threads and connections of its own,
-so that no call of an engine waits behind weights. It knows its clients by a
-token and is not encrypted: it is for a private network.
+Only the slices that a process's devices keep are sent, each once, as the reader
+and writer of shared memory have them. The stream has threads and connections of
+its own, so that no call waits behind weights. It knows its clients by a token
+and is not encrypted: it is for a private network.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hmac
+import math
 import os
 import pathlib
 import secrets
@@ -18,14 +21,17 @@ import socket
 import socketserver
 import struct
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
+import jax
 import numpy as np
 
 from rl.remote import weight_store, wire
 
 _SILENCE_S = 60.0
+_IDLE_S = 1800.0
+"""Between two slices: a reader may have others to read, of other files."""
 _CONNECT_S = 10.0
 _MAX_REQUEST = 1 << 16
 _LENGTH = struct.Struct("!q")
@@ -47,14 +53,15 @@ class WeightStream:
 
   Args:
     host: address of this host at which it listens.
+    writable: it takes slices as well.
 
   Attributes:
-    address: for `StreamReader`.
+    address: for `StreamReader` and `StreamWriter`.
   """
 
-  def __init__(self, host: str):
+  def __init__(self, host: str, writable: bool = False):
     self._token = secrets.token_hex(32)
-    self._server = _Server(self._token, host)
+    self._server = _Server(self._token, host, writable)
     port = self._server.server_address[1]
     self.address = StreamAddress(host=host, port=port, token=self._token)
     self._thread = threading.Thread(
@@ -75,8 +82,9 @@ class WeightStream:
 class _Server(socketserver.ThreadingTCPServer):
   daemon_threads = True
 
-  def __init__(self, token: str, host: str):
+  def __init__(self, token: str, host: str, writable: bool):
     self._token = token
+    self._writable = writable
     if ":" in host:
       self.address_family = socket.AF_INET6
     super().__init__((host, 0), socketserver.BaseRequestHandler)
@@ -85,7 +93,7 @@ class _Server(socketserver.ThreadingTCPServer):
     """Answers the requests of one connection, in a thread of its own."""
     del client_address
     request.settimeout(_SILENCE_S)
-    # The engine is gone, or sends something else.
+    # The client is gone, or sends something else.
     with contextlib.suppress(OSError, wire.Malformed):
       given = _read_request(request)
       known = isinstance(given, str) and hmac.compare_digest(
@@ -94,28 +102,40 @@ class _Server(socketserver.ThreadingTCPServer):
       if not known:
         _send_error(request, "unknown token")
         return
-      _answer(request)
+      self._answer(request)
 
-
-def _answer(stream: socket.socket) -> None:
-  # Not closed here: an array that is on its way holds the memory of its file.
-  readers: dict[str, weight_store.StoreReader] = {}
-  while True:
-    asked = _read_request(stream)
-    try:
-      path, name, shape, dtype, index = asked
-      if path not in readers:
-        _check_path(path)
-        readers[path] = weight_store.StoreReader(path)
-      slices = tuple(slice(*bounds) for bounds in index)
-      piece = readers[path].view(name, shape, np.dtype(dtype), slices)
-    except (TypeError, ValueError, IndexError) as error:
-      _send_error(stream, str(error))
-      return
-    # A piece that is not in one part is copied, but no other.
-    data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
-    stream.sendall(_REPLY.pack(True, data.nbytes))
-    stream.sendall(data.data)
+  def _answer(self, stream: socket.socket) -> None:
+    # Not closed here: an array that is on its way holds the memory of its file.
+    files: dict[str, weight_store.StoreReader | weight_store.StoreWriter] = {}
+    opened = (
+      weight_store.StoreWriter if self._writable else weight_store.StoreReader
+    )
+    while True:
+      stream.settimeout(_IDLE_S)
+      asked = _read_request(stream)
+      stream.settimeout(_SILENCE_S)
+      try:
+        writes, path, name, shape, dtype, index = asked
+        if writes and not self._writable:
+          raise ValueError("these weights are not to be written")
+        if path not in files:
+          _check_path(path)
+          files[path] = opened(path)
+        whole = files[path].whole(name, shape, np.dtype(dtype))
+        slices = tuple(slice(*bounds) for bounds in index)
+        piece = whole[slices]
+      except (TypeError, ValueError, IndexError) as error:
+        _send_error(stream, str(error))
+        return
+      # A piece that is not in one part is copied, but no other.
+      data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+      stream.sendall(_REPLY.pack(True, data.nbytes))
+      if writes:
+        _receive_into(stream, data.data)
+        whole[slices] = data.view(whole.dtype).reshape(piece.shape)
+        stream.sendall(_REPLY.pack(True, 0))
+      else:
+        stream.sendall(data.data)
 
 
 def _check_path(path: str) -> None:
@@ -160,12 +180,8 @@ def _receive_into(stream: socket.socket, view: memoryview) -> None:
     view = view[count:]
 
 
-class StreamReader:
-  """Reads slices of the tensors of another host, as `StoreReader` does here.
-
-  Attributes:
-    bytes_read: of all slices so far.
-  """
+class _Client:
+  """A connection to the stream of another host; a context."""
 
   def __init__(self, address: StreamAddress, path: str):
     """Connects.
@@ -176,12 +192,71 @@ class StreamReader:
     Raises:
       OSError: nothing answers.
     """
-    self.bytes_read = 0
     self._path = path
     where = address.host, address.port
     self._stream = socket.create_connection(where, _CONNECT_S)
     self._stream.settimeout(_SILENCE_S)
     _send_request(self._stream, address.token)
+
+  def _ask(
+    self,
+    writes: bool,
+    name: str,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    index: tuple[slice, ...],
+  ) -> tuple[int, ...]:
+    """Asks for a slice of a tensor, or to take it; returns its shape.
+
+    Raises:
+      DamagedFile: the other side refuses, or has another tensor.
+      OSError: it is gone.
+    """
+    bounds = [
+      part.indices(size)[:2] for part, size in zip(index, shape, strict=False)
+    ]
+    rest = tuple(shape)[len(bounds) :]
+    asked = *(stop - start for start, stop in bounds), *rest
+    _send_request(
+      self._stream,
+      (writes, self._path, name, tuple(shape), dtype.name, bounds),
+    )
+    count = self._reply()
+    if count != math.prod(asked) * dtype.itemsize:
+      raise weight_store.DamagedFile(
+        f"{count} bytes of tensor {name}, not a slice of shape {asked}"
+      )
+    return asked
+
+  def _reply(self) -> int:
+    ok, count = _REPLY.unpack(_received(self._stream, _REPLY.size))
+    if not ok:
+      text = _received(self._stream, min(count, _MAX_REQUEST))
+      raise weight_store.DamagedFile(text.decode(errors="replace"))
+    return count
+
+  def close(self) -> None:
+    """Closes the connection."""
+    self._stream.close()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+
+class StreamReader(_Client):
+  """Reads slices of the tensors of another host, as `StoreReader` does here.
+
+  Attributes:
+    bytes_read: of all slices so far.
+  """
+
+  def __init__(self, address: StreamAddress, path: str):
+    """Connects; see `_Client`."""
+    self.bytes_read = 0
+    super().__init__(address, path)
 
   def read(
     self,
@@ -196,32 +271,42 @@ class StreamReader:
       DamagedFile: the other side refuses, or has another tensor.
       OSError: it is gone.
     """
-    bounds = [
-      part.indices(size)[:2] for part, size in zip(index, shape, strict=False)
-    ]
-    rest = tuple(shape)[len(bounds) :]
-    piece = np.empty([stop - start for start, stop in bounds] + [*rest], dtype)
-    _send_request(
-      self._stream, (self._path, name, tuple(shape), dtype.name, bounds)
-    )
-    ok, count = _REPLY.unpack(_received(self._stream, _REPLY.size))
-    if not ok:
-      text = _received(self._stream, min(count, _MAX_REQUEST))
-      raise weight_store.DamagedFile(text.decode(errors="replace"))
-    if count != piece.nbytes:
-      raise weight_store.DamagedFile(
-        f"{count} bytes of tensor {name}, not {piece.nbytes}"
-      )
+    piece = np.empty(self._ask(False, name, shape, dtype, index), dtype)
     _receive_into(self._stream, piece.reshape(-1).view(np.uint8).data)
-    self.bytes_read += count
+    self.bytes_read += piece.nbytes
     return piece
 
-  def close(self) -> None:
-    """Closes the connection."""
-    self._stream.close()
 
-  def __enter__(self) -> "StreamReader":
-    return self
+class StreamWriter(_Client):
+  """Writes slices of tensors of another host, as `StoreWriter` does here."""
 
-  def __exit__(self, *_: object) -> None:
-    self.close()
+  def write(self, name: str, array: jax.Array) -> None:
+    """Writes those slices of an array that this process is to write.
+
+    Raises:
+      DamagedFile: the other side refuses, or has another tensor.
+      OSError: it is gone.
+    """
+    for index, values in weight_store.own_slices(array):
+      self._ask(True, name, array.shape, array.dtype, index)
+      data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+      self._stream.sendall(data.data)
+      self._reply()
+
+
+def reader_at(
+  address: StreamAddress | None,
+) -> Callable[[str], weight_store.Reader]:
+  """Returns what opens a file to read, here or at an address."""
+  if address is None:
+    return weight_store.StoreReader
+  return functools.partial(StreamReader, address)
+
+
+def writer_at(
+  address: StreamAddress | None, path: str
+) -> weight_store.StoreWriter | StreamWriter:
+  """Returns an open file to write, here or at an address."""
+  if address is None:
+    return weight_store.StoreWriter(path)
+  return StreamWriter(address, path)

@@ -31,7 +31,7 @@ from websockets.asyncio import client as websockets_client
 from websockets.asyncio import server as websockets_server
 
 from rl.backends import contract as backends
-from rl.backends import local
+from rl.backends import host, local
 from rl.remote import connection, wire
 from rl.runtime import watchdog as watchdog_lib
 
@@ -51,6 +51,7 @@ _LOOK_S = 0.2
 _LOG_LINES = 50
 _COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*")
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
+_HERE = local.Local()
 
 
 class NotStarted(RuntimeError):
@@ -114,10 +115,12 @@ class Worker:
     state = "still runs" if code is None else f"ended with code {code}"
     if self._process.reason:
       state = f"has no process: {self._process.reason}"
-    lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    return "\n".join(
-      [f"{self.name} {state}; its log, {self._log}, ends:", *lines]
-    )
+    try:
+      lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+      found = "\n".join(["ends:", *lines]) if lines else "is empty"
+    except FileNotFoundError:
+      found = "is gone"
+    return f"{self.name} {state}; its log, {self._log}, {found}"
 
   async def end(self, gently: bool) -> None:
     """Ends it, after a while if it may end by itself until then."""
@@ -152,13 +155,13 @@ class Guest:
   async def start(
     self, name: str, task: str, *, hears: Mapping[str, Any]
   ) -> connection.Connection:
-    """Tells it what to be; see `Workers.start`.
+    """Tells it its name and what to be; see `Workers.start`.
 
     Raises:
       NotStarted: it is gone.
     """
     try:
-      await self._socket.send(wire.pack(task))
+      await self._socket.send(wire.pack([name, task]))
     except websockets.ConnectionClosed as error:
       raise NotStarted(f"{self.last_words()}: {error}") from error
     stream = connection.Connection(
@@ -200,10 +203,13 @@ class Workers:
     log_dir: where each worker's output is appended; None keeps it until
       `close`.
     watchdog: lists the calls that wait for workers.
-    launcher: starts them, and is closed with them; None starts them here.
-    place_s: time that it may need to find a place for one.
+    backend: starts them, and is closed with them.
+
+  Raises:
+    ValueError: the backend cannot be reached.
 
   Attributes:
+    host: the address of this host for them.
     token: that a process must know to connect.
     on_guest: given a guest and the pool that it asks for; refuses by a
       ValueError. None refuses all.
@@ -213,8 +219,7 @@ class Workers:
     self,
     log_dir: pathlib.Path | None,
     watchdog: watchdog_lib.Watchdog | None = None,
-    launcher: backends.Launcher | None = None,
-    place_s: float = 0.0,
+    backend: backends.Backend = _HERE,
   ):
     self._kept = None
     if log_dir is None:
@@ -222,8 +227,9 @@ class Workers:
       log_dir = pathlib.Path(self._kept.name)
     self._log_dir = log_dir
     self._watchdog = watchdog
-    self._launcher = launcher or local.LocalLauncher()
-    self._place_s = place_s
+    self._launcher = backend.open(log_dir / "backend")
+    self._place_s = backend.place_s
+    self.host = self._launcher.host
     self.token = secrets.token_hex(32)
     self.on_guest: Callable[[str, Guest], None] | None = None
     self._server: websockets_server.Server | None = None
@@ -257,18 +263,20 @@ class Workers:
     self._expected[name] = _Expected(task, hears, admitted)
     worker = self._spawn(name, address, environment, python)
     deadline_s += self._place_s
+    taken = False
     try:
       async with asyncio.timeout(deadline_s):
         while not admitted.done() and not worker.ended:
           await asyncio.wait([admitted], timeout=_LOOK_S)
       if admitted.done():
+        taken = True
         return worker, admitted.result()
       why = ""
     except TimeoutError:
       why = f"{name} has not connected in {deadline_s:g} s; "
     finally:
       del self._expected[name]
-      if not admitted.done():
+      if not taken:  # It may have connected when this was cancelled.
         worker.kill()
     words = await asyncio.to_thread(worker.last_words)
     raise NotStarted(why + words)
@@ -299,7 +307,7 @@ class Workers:
     if self._server is None:
       self._server = await websockets_server.serve(
         self._connected,
-        self._launcher.host,
+        self.host,
         0,
         process_request=self._refusal,
         compression=None,
@@ -308,8 +316,7 @@ class Workers:
         ping_timeout=SILENCE_S,
       )
     port = next(iter(self._server.sockets)).getsockname()[1]
-    host = self._launcher.host
-    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+    return f"ws://{host.joined(self.host, port)}"
 
   def _refusal(
     self, socket: websockets_server.ServerConnection, request: Any
@@ -394,8 +401,8 @@ async def connect(
 
 async def join(
   address: str, token: str, pool: str
-) -> tuple[websockets_client.ClientConnection, Any]:
-  """Returns a guest's connection to a run, and its task, once it has one.
+) -> tuple[websockets_client.ClientConnection, str, str]:
+  """Returns a guest's connection, name and task, once the run gives it one.
 
   Args:
     pool: of engines that it is to join.
@@ -405,7 +412,8 @@ async def join(
   """
   hello = {"join": pool, "pid": os.getpid()}
   try:
-    return await _ask(address, token, hello, None)
+    socket, (name, task) = await _ask(address, token, hello, None)
+    return socket, name, task
   except OSError as error:
     raise Refused(f"nothing answers at {address}: the run has ended") from error
   except websockets.ConnectionClosed as error:

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from launch.report import log_check
-from tests.helpers import commands, processes
+from tests.helpers import commands, machine_speed, processes
 
 SYNC = {
   "overlap.max_staleness": "0",
@@ -100,7 +100,7 @@ def test_engines_join_a_running_run_and_leave_it(tmp_path):
       os.kill(own, signal.SIGTERM)
       done = since("engine_left", done)
       processes.until(lambda: not processes.runs(own), process)
-      guest.send_signal(signal.SIGTERM)
+      guest.send_signal(signal.SIGINT)
       with commands.start("launch.worker", f"--join={run_dir}") as other:
         processes.until(
           lambda: len(processes.events(run_dir, "engine_left")) == 2, process
@@ -116,6 +116,7 @@ def test_engines_join_a_running_run_and_leave_it(tmp_path):
   )
   assert "engine 1 (decode): open" in asked.stdout
   assert (guest.returncode, other.returncode) == (0, 0), words + last
+  assert f"joins {run_dir} as engine 1; Ctrl-C lets it go" in words
   assert process.returncode == 128 + signal.SIGINT, output
   assert "engine 1 has joined pool decode" in output
   assert "error 0" in output
@@ -126,7 +127,7 @@ def test_engines_join_a_running_run_and_leave_it(tmp_path):
   assert log_check.of_run(run_dir).violations == []
   gone = commands.launch("launch.worker", f"--join={run_dir}")
   assert gone.returncode == 2
-  assert "start it with --config.placement.decode_processes=1" in gone.stderr
+  assert "takes no engines: no process works on that run" in gone.stderr
 
 
 @pytest.mark.slow
@@ -137,7 +138,7 @@ def test_no_process_is_left_of_a_run_that_was_killed(tmp_path):
     (worker,) = processes.workers_of(process)
     process.kill()
     process.communicate()
-  deadline = time.monotonic() + 10
+  deadline = time.monotonic() + machine_speed.scaled(10)
   while processes.runs(worker):
     assert time.monotonic() < deadline, "the worker outlived its run"
     time.sleep(0.05)
@@ -150,7 +151,8 @@ def test_a_run_in_one_process_imports_nothing_of_it():
     "from configs import guess_number_moe as config;"
     "assemble.build(config.get_config());"
     "print([m for m in sys.modules if m.split('.')[0] in"
-    " ('websockets', 'ray') or m.startswith('rl.remote')])"
+    " ('websockets', 'ray') or m.startswith(('rl.remote',"
+    " 'rl.pools.hand_over'))])"
   )
   done = subprocess.run(
     [sys.executable, "-c", program],

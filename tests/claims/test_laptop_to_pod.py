@@ -4,6 +4,7 @@ Runs are small, hosts and clusters are on this machine, and steps whose package
 is missing are left out, which is said.
 """
 
+import collections
 import contextlib
 import importlib.util
 import json
@@ -43,7 +44,7 @@ def up(name, folder):
     yield None
   elif name == "addresses":
     file = under_test.token_file(folder)
-    host, address = test_backends_run.offer(file)
+    host, address = test_backends_run.offer(file, "--slots=3")
     with host:
       yield f"addresses(at=['{address}'], token_file='{file}')"
       host.terminate()
@@ -56,7 +57,7 @@ def up(name, folder):
 
 def test_the_page_has_a_step_for_every_backend():
   assert [backend_of(x) for x in TRAIN] == [
-    *("local", "local", "addresses", "slurm", "ray")
+    *("local", "local", "addresses", "addresses", "slurm", "ray")
   ]
   assert list(
     dict.fromkeys(x[0] for x in COMMANDS if x[0] != "launch.train")
@@ -64,12 +65,14 @@ def test_the_page_has_a_step_for_every_backend():
 
 
 def test_one_run_goes_on_at_every_step_of_the_page(tmp_path):
-  run_dir, rounds = tmp_path / "run", 0
+  done_rounds = collections.Counter()
   for command in TRAIN:
     with up(backend_of(command), tmp_path) as backend:
       if backend is None:
         continue
-      rounds += 2
+      (name,) = [x for x in command if x.startswith("--workdir=")]
+      run_dir = tmp_path / pathlib.Path(name).name
+      rounds = done_rounds[run_dir] = done_rounds[run_dir] + 2
       small = commands.TINY | {"rounds": str(rounds)}
       kept = [
         x for x in command if not x.startswith(("--workdir", "--backend"))
@@ -82,7 +85,9 @@ def test_one_run_goes_on_at_every_step_of_the_page(tmp_path):
       )
       assert done.returncode == 0, (command, done.stdout + done.stderr)
       assert processes.rounds(run_dir) == rounds
-  assert log_check.of_run(run_dir).violations == []
+  assert len(done_rounds) == 2
+  for run_dir in done_rounds:
+    assert log_check.of_run(run_dir).violations == []
 
 
 def test_the_sweep_of_the_page_runs_and_is_compared(tmp_path):

@@ -25,6 +25,7 @@ from rl.remote import gang as gang_lib
 from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.train import learner, nonfinite_diagnosis, optimizers, skipped_updates
+from tests.helpers import backends_under_test as under_test
 from tests.helpers import counting_runs
 
 pytestmark = pytest.mark.process
@@ -172,6 +173,51 @@ def test_two_runs_in_two_processes_are_equal_bit_for_bit(twice):
   assert one.tokens == other.tokens
   for name, leaf in one.params.items():
     np.testing.assert_array_equal(leaf, other.params[name], err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", under_test.EACH[1:])
+def test_a_backend_starts_them_on_other_hosts_with_the_same_bits(
+  twice, tmp_path, name
+):
+  with under_test.up(name, tmp_path) as backend:
+    settings = experiment(2)
+    place = dataclasses.replace(settings.placement, backend=backend)
+    elsewhere = run(dataclasses.replace(settings, placement=place))
+  here, _ = twice
+  assert elsewhere.tokens == here.tokens
+  for path, leaf in here.params.items():
+    np.testing.assert_array_equal(leaf, elsewhere.params[path], err_msg=path)
+
+
+@pytest.mark.slow
+def test_a_process_that_compiles_for_longer_is_waited_for():
+  # It begins as much later than the other, which has all in its cache.
+  late_s = 35.0
+
+  async def scenario():
+    parts = assemble.build(experiment(2, rounds=1))
+    try:
+      await parts.open()
+      assert parts.gang is not None
+      _, stream = parts.gang._members[1]
+      call, waited = stream.call, []
+
+      async def late(method, *args, **kwargs):
+        if method == "accumulate" and not waited:
+          waited.append(method)
+          await asyncio.sleep(late_s)
+        return await call(method, *args, **kwargs)
+
+      stream.call = late
+      start = await counting_runs.begun(parts, None)
+      kept = Keeping(parts, None)
+      await assemble.coordinate(parts, kept).run(start)
+      return waited, len(kept.rounds)
+    finally:
+      await parts.close()
+
+  assert asyncio.run(scenario()) == (["accumulate"], 1)
 
 
 VARIANTS = {

@@ -8,7 +8,13 @@ import time
 from rl.audit import event_log
 from tests.helpers import machine_speed
 
-_WORKERS = (b"launch.worker", b"envs.worker_process", b"envs.offload")
+_WORKERS = {
+  "engine": b"launch.worker",
+  "learner": b"launch.worker",
+  "environment": b"envs.worker_process",
+  "reward": b"envs.offload",
+}
+ROLES = tuple(_WORKERS)
 DEADLINE_S = machine_speed.scaled(200)
 
 
@@ -29,17 +35,29 @@ def rounds(run_dir) -> int:
   return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def workers_of(process) -> list[int]:
-  """Returns the process ids of the workers that a run has started."""
+def workers_of(process, role=None) -> list[int]:
+  """Returns the process ids of the workers that a run has started.
+
+  Args:
+    role: of ROLES; None returns all.
+  """
   found = []
   with contextlib.suppress(OSError):  # It has just ended.
     for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir():
       with contextlib.suppress(OSError):
         for pid in (task / "children").read_text().split():
-          words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-          if any(name in words for name in _WORKERS):
+          its_role = _role(pathlib.Path(f"/proc/{pid}"))
+          if its_role and role in (None, its_role):
             found.append(int(pid))
   return found
+
+
+def _role(process) -> str:
+  """Returns the role of a process, by its directory in /proc; "" if none."""
+  words = (process / "cmdline").read_bytes()
+  if _WORKERS["engine"] in words:  # Its output is in a file of its name.
+    return (process / "fd" / "1").readlink().name.partition("_")[0]
+  return next((role for role, name in _WORKERS.items() if name in words), "")
 
 
 def runs(pid) -> bool:

@@ -67,6 +67,29 @@ def test_whoever_has_no_token_or_no_program_of_this_project_is_refused(
       assert words in answer["refused"]
 
 
+def test_a_host_takes_programs_of_its_name_only(tmp_path):
+  file = under_test.token_file(tmp_path)
+  with (
+    under_test.listening(only="learner 1") as one,
+    under_test.listening(only="engine") as other,
+  ):
+    setting = addresses.KnownAddresses(
+      at=(one.address, other.address), token_file=str(file), place_s=1
+    )
+    launcher = setting.open(tmp_path)
+    names = ["engine 0", "learner 1", "engine 1", "learner 10", "learner"]
+    programs = [under_test.scripted(tmp_path, name, WAITS) for name in names]
+    *taken, last_but_one, last = map(launcher.start, programs)
+    for program in programs[:3]:
+      under_test.says(program, "here")
+    for left in (last_but_one, last):
+      assert under_test.ended(left) == contract.NEVER_RAN
+      assert f"{one.address}: it takes 'learner 1' only" in left.reason
+      assert f"{other.address}: it takes 'engine' only" in left.reason
+    assert [process.code() for process in taken] == [None] * 3
+    launcher.close()
+
+
 def test_a_full_host_is_passed_over_and_the_rest_are_told_why(tmp_path):
   file = under_test.token_file(tmp_path)
   with under_test.listening(1) as one, under_test.listening(1) as other:

@@ -49,7 +49,7 @@ def play(scenario, **serving):
         return await scenario(asking, served, socket)
     finally:
       await asking.close()
-      await asyncio.wait(runs, timeout=5)
+      await asyncio.wait(runs, timeout=machine_speed.scaled(5))
       assert all(run.done() for run in runs)
 
   return asyncio.run(whole())
@@ -239,4 +239,45 @@ def test_garbage_ends_the_stream_and_names_it(garbage):
     with pytest.raises(connection.Lost):
       await asking.call("double", 1, deadline_s=5)
 
+  play(scenario, serves={"double": double})
+
+
+def test_what_is_sent_at_one_moment_may_be_larger_than_a_piece(monkeypatch):
+  monkeypatch.setattr(connection, "_PIECE", 1000)
+
+  async def scenario(asking, *_):
+    arrays = [np.arange(i, i + 500) for i in range(20)]
+    calls = (asking.call("double", array, deadline_s=5) for array in arrays)
+    doubled = await asyncio.gather(*calls)
+    return [
+      np.array_equal(b, 2 * a) for a, b in zip(arrays, doubled, strict=True)
+    ]
+
+  assert play(scenario, serves={"double": double}) == [True] * 20
+
+
+def test_a_message_without_end_is_refused(monkeypatch):
+  monkeypatch.setattr(connection, "_MAX_BYTES", 1000)
+
+  async def scenario(asking, served, socket):
+    for _ in range(11):
+      await socket.send(b"\1" + bytes(99))
+    await asking.lost.wait()
+    with pytest.raises(connection.Lost, match="more than 1000 bytes"):
+      await asking.call("double", 1, deadline_s=5)
+
+  play(scenario, serves={"double": double})
+
+
+def test_who_takes_nothing_for_a_while_is_lost(monkeypatch):
+  monkeypatch.setattr(connection, "_SEND_S", 0.05)
+
+  async def scenario(asking, *_):
+    with pytest.raises(connection.Lost, match=r"taken nothing for 0\.05 s"):
+      await asking.call("double", 1, deadline_s=float("inf"))
+
+  async def never(self, message):
+    await asyncio.Event().wait()
+
+  monkeypatch.setattr(Pipe, "send", never)
   play(scenario, serves={"double": double})

@@ -144,6 +144,13 @@ def test_a_file_that_was_cut_short_names_the_tensor(tmp_path):
 
 
 @pytest.mark.compiled
+def test_whoever_reads_too_late_gets_nothing_of_another():
+  first = weight_store.keep([np.full(4, 1.0, np.float32)])[0].address
+  second = weight_store.keep([np.full(4, 2.0, np.float32)])[0].address
+  # Its file may have the path of the one before, and never the name.
+  assert first.name != second.name
+
+
 def test_a_reserved_file_is_filled_with_every_slice_once():
   mesh = jax.make_mesh((2, 2), ("a", "b"))
   values = {

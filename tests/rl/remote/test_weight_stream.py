@@ -1,6 +1,7 @@
-"""Weights for other hosts: slices over TCP, and who gets none."""
+"""Weights between hosts: slices over TCP, and who gets none."""
 
 import os
+import time
 
 import jax
 import numpy as np
@@ -70,6 +71,52 @@ def test_devices_get_what_they_keep_of_it(stream):
   np.testing.assert_array_equal(jax.device_get(array), expected)
 
 
+@pytest.fixture
+def writable():
+  made = weight_stream.WeightStream("127.0.0.1", writable=True)
+  yield made.address
+  made.close()
+
+
+def write(address, tensor, array):
+  with weight_stream.StreamWriter(address, tensor.file.path) as writer:
+    writer.write(tensor.name, array)
+
+
+@pytest.mark.parametrize("dtype", test_weight_store.DTYPES)
+@pytest.mark.parametrize("spec", [("x", "y"), ("x",), (None, "y"), ()])
+def test_slices_are_written_to_the_bit_where_they_belong(writable, dtype, spec):
+  whole = test_weight_store.values(dtype, shape=(8, 4))
+  mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+  (tensor,) = weight_store.reserve([(whole.shape, whole.dtype)])
+  write(writable, tensor, jax.device_put(whole, place))
+  with weight_store.StoreReader(tensor.file.path) as reader:
+    found = reader.read(tensor.name, whole.shape, whole.dtype, ())
+  assert found.tobytes() == whole.tobytes()
+
+
+def test_a_number_can_be_written(writable):
+  (tensor,) = weight_store.reserve([((), np.dtype("float32"))])
+  write(writable, tensor, jax.device_put(np.float32(2.5)))
+  piece, _ = read(writable, tensor)
+  assert float(piece) == 2.5
+
+
+def test_engines_cannot_write(stream):
+  tensor = stored(np.zeros(3, np.float32))
+  with pytest.raises(weight_store.DamagedFile, match="not to be written"):
+    write(stream, tensor, jax.device_put(np.ones(3, np.float32)))
+  piece, _ = read(stream, tensor)
+  assert piece.tolist() == [0, 0, 0]
+
+
+def test_another_tensor_is_not_written(writable):
+  (tensor,) = weight_store.reserve([((3,), np.dtype("float32"))])
+  with pytest.raises(weight_store.DamagedFile, match="as tensor 0, not"):
+    write(writable, tensor, jax.device_put(np.ones(4, np.float32)))
+
+
 def test_nobody_without_the_token_gets_any(stream):
   tensor = stored(test_weight_store.values("float32"))
   wrong = weight_stream.StreamAddress(
@@ -112,6 +159,16 @@ def test_another_tensor_is_named_and_the_next_reader_is_served(
     read(stream, tensor, **changes)
   piece, _ = read(stream, tensor)
   assert piece.shape == (6, 4)
+
+
+def test_a_reader_may_pause_between_two_slices(stream, monkeypatch):
+  monkeypatch.setattr(weight_stream, "_SILENCE_S", 0.1)
+  tensor = stored(np.arange(4.0))
+  with weight_stream.StreamReader(stream, tensor.file.path) as reader:
+    for _ in range(2):
+      piece = reader.read(tensor.name, tensor.shape, tensor.dtype, ())
+      assert piece.tolist() == [0.0, 1.0, 2.0, 3.0]
+      time.sleep(0.5)
 
 
 def test_a_stream_that_has_ended_is_no_stream():

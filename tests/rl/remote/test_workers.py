@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from typing import Any, cast
 
 import pytest
 import websockets
@@ -140,7 +141,7 @@ def test_a_guest_waits_for_its_task_and_may_then_be_asked():
     stream = await guest.start(
       "engine 7", "a task", hears={"said": heard.append}
     )
-    socket, task = await joining
+    socket, name, task = await joining
     serving = connection.Connection(
       socket, name="the run", serves={"double": double}
     )
@@ -150,9 +151,9 @@ def test_a_guest_waits_for_its_task_and_may_then_be_asked():
     await stream.close()
     await guest.end(gently=True)
     await run
-    return task, answer, heard, socket.close_code
+    return name, task, answer, heard, socket.close_code
 
-  assert play(scenario) == ("a task", 42, ["hello"], 1000)
+  assert play(scenario) == ("engine 7", "a task", 42, ["hello"], 1000)
 
 
 def test_a_guest_that_cannot_start_is_told_so():
@@ -220,6 +221,46 @@ def test_a_message_beyond_the_limit_ends_its_stream_alone():
     return (await second).lost.is_set()
 
   assert play(scenario) is False
+
+
+def test_a_start_that_is_cancelled_as_its_process_connects_ends_it():
+  class Started:
+    ended = is_killed = False
+
+    def kill(self):
+      self.is_killed = True
+
+  async def scenario(others, _):
+    started = Started()
+    others._spawn = lambda *told: started
+    start = asyncio.create_task(
+      others.start("engine 0", "", environment={}, hears={}, deadline_s=50)
+    )
+    while "engine 0" not in others._expected:
+      await asyncio.sleep(0)
+    others._expected["engine 0"].admitted.set_result(None)
+    start.cancel()
+    await asyncio.wait([start])
+    return start.cancelled(), started.is_killed
+
+  assert play(scenario) == (True, True)
+
+
+def test_a_log_without_last_words_is_told(tmp_path):
+  class Ended:
+    reason = ""
+
+    def code(self):
+      return -9
+
+  log = tmp_path / "engine_0.log"
+  worker = workers.Worker("engine 0", cast(Any, Ended()), log)
+  start = f"engine 0 ended with code -9; its log, {log}, "
+  assert worker.last_words() == start + "is gone"
+  log.touch()
+  assert worker.last_words() == start + "is empty"
+  log.write_text("a\nb\n")
+  assert worker.last_words() == start + "ends:\na\nb"
 
 
 @pytest.mark.process
