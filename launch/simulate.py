@@ -19,8 +19,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import simulated_timeline
-from launch.cli import flags, workdir
-from launch.run import steps
+from launch.cli import flags, steps, workdir
 from rl.audit import event_log
 from rl.runtime import trace, watchdog
 from rl.simulation import result as simulation_result

@@ -67,13 +67,13 @@ def apply(
   """Returns the base with the schedule, placement and routing of a choice.
 
   Raises:
-    ValueError: its meshes cannot be split so, or its engines hand over keys and
-      values; nothing else is checked.
+    ValueError: its meshes cannot be split so, or some of its engines only
+      encode; nothing else is checked.
   """
   if choice.prefill:
     raise ValueError(
-      "engines of a run have no hand-over of keys and values; plan with "
-      "space.prefill_points=0"
+      "no config is written for engines that only encode: declare them in "
+      "placement.more with role=prefill, or plan with space.prefill_points=0"
     )
   where, place = meshes(problem, choice, base.placement), base.placement
   kinds, (first, *others) = problem.fleet.by_name, choice.engines

@@ -156,6 +156,14 @@ class Overlap:
     """True if the next round may train before its weights are served."""
     return self.max_staleness > 0
 
+  @property
+  def max_groups_in_play(self) -> int:
+    """Groups that may be played at once, at most."""
+    if self.admission == "hard_frontier":
+      return self.frontier_groups
+    window = (self.max_staleness + 1) * self.groups_per_round
+    return window + self.redundancy.extra_groups
+
   def validate(self) -> None:
     """Raises ValueError on a schedule that cannot run or keep its bound."""
     counts = ("groups_per_round", "updates_per_round", "groups_per_microbatch")

@@ -50,22 +50,31 @@ class Dispatches:
     model: decides on the length of a conversation, and nothing else.
     layout: of a mesh whose devices decide on nothing but the platform.
     dispatch_s: seconds of a dispatch, whatever its shape.
+    encode_s: of one that encodes chunks of context; None is `dispatch_s`.
   """
 
   settings: engine_settings.EngineSettings
   model: model_config.ModelConfig
   layout: sharding.Layout
   dispatch_s: float
+  encode_s: float | None = None
 
   def validate(self, where: str) -> None:
     """Raises ValueError if a dispatch takes no time."""
-    checks.finite_above(self, 0, "dispatch_s", where=where)
+    checks.finite_above(self, 0, "dispatch_s", "encode_s", where=where)
+
+  def seconds(self, dispatch: dispatch_plan.Dispatch) -> float:
+    """Returns the seconds of a dispatch."""
+    if self.encode_s is None or not dispatch.chunks[0]:
+      return self.dispatch_s
+    return self.encode_s
 
 
 class SimulatedMesh:
   """A `mesh_thread.MeshThread` without a thread, on a virtual clock.
 
   Args:
+    seconds: of a dispatch.
     cause: of idle time that begins now.
 
   Attributes:
@@ -76,11 +85,11 @@ class SimulatedMesh:
 
   def __init__(
     self,
-    dispatch_s: float,
+    seconds: Callable[[dispatch_plan.Dispatch], float],
     host: host_thread.HostThread,
     cause: Callable[[], processor.EngineActivity],
   ):
-    self._dispatch_s = dispatch_s
+    self._seconds = seconds
     self._host = host
     self._cause = cause
     self._free_s = 0.0
@@ -108,7 +117,7 @@ class SimulatedMesh:
     if self._free_s <= loop.time():
       self._free_s = loop.time()
       self.states.append((self._free_s, "decode"))
-    self._free_s += self._dispatch_s
+    self._free_s += self._seconds(dispatches[0])
     loop.call_at(self._free_s, self._end, done, dispatches[0])
     return done
 
@@ -160,7 +169,7 @@ class DispatchedEngine(engine.BuiltinEngine):
   ):
     self._conversation = conversation
     self._host = host
-    self._mesh = SimulatedMesh(dispatches.dispatch_s, host, self._cause)
+    self._mesh = SimulatedMesh(dispatches.seconds, host, self._cause)
     self._sessions = self._graded = 0
     settings, model = dispatches.settings, dispatches.model
     super().__init__(

@@ -11,7 +11,7 @@ from rl.data import trajectory
 from rl.pools import weight_transfer
 from rl.runtime import trace
 from rl.settings import checks
-from rl.simulation import host_thread
+from rl.simulation import host_thread, processes
 from rl.train import trainer
 
 
@@ -27,6 +27,8 @@ class LearnerSpeed:
     describe_s: seconds after each publish to compare the log-probabilities of
       engine and learner.
     accelerators: of its mesh.
+    processes: among which these are divided, as `placement.learner_processes`;
+      see `Cluster.processes`. The seconds above are those of the whole mesh.
   """
 
   token_s: float = 1e-4
@@ -34,13 +36,14 @@ class LearnerSpeed:
   update_s: float = 1.0
   describe_s: float = 0.0
   accelerators: int = 8
+  processes: int = 1
 
   def validate(self) -> None:
     """Raises ValueError on a time below 0, or a mesh without accelerators."""
     where = "cluster.learner"
     names = ("token_s", "batch_ids", "update_s", "describe_s")
     checks.finite_at_least(self, 0, *names, where=where)
-    checks.at_least(self, 1, "accelerators", where=where)
+    checks.at_least(self, 1, "accelerators", "processes", where=where)
 
 
 class SimulatedTrainer:
@@ -50,6 +53,7 @@ class SimulatedTrainer:
 
   Args:
     thread: that packs; None: packing takes no time.
+    gang: its processes; None: it is in this one.
   """
 
   def __init__(
@@ -57,8 +61,10 @@ class SimulatedTrainer:
     learner: LearnerSpeed,
     spans: trace.Trace,
     thread: host_thread.HostThread | None = None,
+    gang: processes.SimulatedGang | None = None,
   ):
     self._learner = learner
+    self._gang = gang
     self._spans = spans
     self._thread = thread or host_thread.HostThread(host_thread.HostWork())
     self._version = 0
@@ -92,14 +98,15 @@ class SimulatedTrainer:
       for member, trained in zip(group.trajectories, one.trained, strict=True)
       if trained
     )
-    size = self._learner.batch_ids
-    await self._train(
-      self._waiting_ids // size * size if size else self._waiting_ids
-    )
+    size = self._learner.batch_ids or self._waiting_ids
+    # There is a span even if nothing trains.
+    await self._train(size if self._waiting_ids >= size else 0.0)
+    while size and self._waiting_ids >= size:
+      await self._train(size)
     return used
 
   async def _train(self, ids: float) -> None:
-    """Trains so many of the ids that wait."""
+    """Trains so many of the ids that wait, as one batch."""
     self._waiting_ids -= ids
     seconds = ids * self._learner.token_s
     await self._work("accumulate", seconds, ids=round(ids))
@@ -121,7 +128,10 @@ class SimulatedTrainer:
   async def _work(self, name: str, seconds: float, **args: int) -> None:
     loop = asyncio.get_running_loop()
     start = loop.time()
-    await asyncio.sleep(seconds)
+    if self._gang is None or not seconds:
+      await asyncio.sleep(seconds)
+    else:
+      await self._gang.command(seconds)
     end, version = loop.time(), self._version
     self._spans.add("learner", name, start, end, version=version, **args)
 
@@ -130,17 +140,23 @@ class SimulatedTransfer:
   """A `weight_publisher.Transfer` that takes time and moves nothing.
 
   Args:
-    hidden_s: seconds in which weights travel while decoding goes on.
+    sent_s: seconds in which weights are sent, and decoding goes on.
+    gang: the learner's processes, from which they come; None: they are here.
   """
 
-  def __init__(self, hidden_s: float):
-    self._hidden_s = hidden_s
+  def __init__(
+    self, sent_s: float, gang: processes.SimulatedGang | None = None
+  ):
+    self._sent_s = sent_s
+    self._gang = gang
 
   async def stage(
     self, params: Any, engines: Sequence[int]
   ) -> list[weight_transfer.StagedCopy]:
     """Returns the parameters themselves, after the seconds of the transfer."""
-    await asyncio.sleep(self._hidden_s)
+    if self._gang is not None:
+      await self._gang.fetch()
+    await asyncio.sleep(self._sent_s)
     return [weight_transfer.StagedCopy(params, 0, 0) for _ in engines]
 
   def checksum(self, params: Any) -> None:

@@ -4,7 +4,7 @@
        ^                   |
        +-- decodes from <--+ its link, one hand-over after another
 
-Only in simulations: a real engine encodes the context that it decodes from.
+Real engines of `role=prefill` do so by `rl/pools/hand_over.py`.
 """
 
 import dataclasses

@@ -39,6 +39,7 @@ from rl.simulation import (
 from rl.simulation import engine as simulated_engine
 from rl.simulation import hosts as hosts_lib
 from rl.simulation import learner as simulated_learner
+from rl.simulation import processes as processes_lib
 from rl.simulation import processor as simulated_processor
 from rl.simulation import world as world_lib
 
@@ -58,6 +59,8 @@ class EnginePool:
       themselves, `Speed.prefill_per_s` a second.
     dispatches: of built-in engines, one by one, in the place of `speed`, which
       then only says the most that they decode; None: requests share an engine.
+    processes: of each engine, as of `placement.DecodePool`: 0 is the one of the
+      run, 1 a process of its own; see `Cluster.processes`.
   """
 
   name: str = "decode"
@@ -68,6 +71,7 @@ class EnginePool:
   accelerators: int = 1
   prefill: prefill_pool.PrefillPool | None = None
   dispatches: dispatched_engine.Dispatches | None = None
+  processes: int = 0
 
   @property
   def ids_per_s(self) -> float:
@@ -91,6 +95,7 @@ class EnginePool:
       self.dispatches.validate(f"{where}.dispatches")
     checks.at_least(self, 1, "engines", "accelerators", where=where)
     checks.above(self, 0, "cost", where=where)
+    checks.one_of(self, (0, 1), "processes", where=where)
     self.speed.validate(f"{where}.speed")
 
 
@@ -104,6 +109,7 @@ class Cluster:
     weights: their way to the engines, in the place of `transfer_s`; None: they
       take so many seconds.
     host: the work of its one thread that runs the event loop.
+    processes: the costs of those of engines, and of a learner of several.
   """
 
   learner: simulated_learner.LearnerSpeed = simulated_learner.LearnerSpeed()
@@ -111,11 +117,24 @@ class Cluster:
   transfer_s: float = 3.0
   weights: resources.WeightPath | None = None
   host: host_thread.HostWork = host_thread.HostWork()
+  processes: processes_lib.ProcessCosts = processes_lib.ProcessCosts()
+
+  @property
+  def sent_s(self) -> float:
+    """Seconds in which new weights leave the run's process."""
+    sent_s = self.weights.seconds if self.weights else self.transfer_s
+    return sent_s + self.processes.copy_s * bool(self._num_remote)
 
   @property
   def hidden_s(self) -> float:
     """Seconds in which new weights travel while decoding goes on."""
-    return self.weights.seconds if self.weights else self.transfer_s
+    costs = self.processes
+    fetch_s = costs.fetch_s(self.learner.processes)
+    return fetch_s + self.sent_s + costs.stage_s * self._num_remote
+
+  @property
+  def _num_remote(self) -> int:
+    return sum(pool.engines * pool.processes for pool in self.pools)
 
   @property
   def accelerators(self) -> int:
@@ -136,14 +155,12 @@ class Cluster:
     return sum(p.engines * p.speed.tokens_per_s for p in self.pools)
 
   @property
-  def update_s(self) -> float:
-    """Seconds for which the slowest engine stands still for new weights."""
-    return max(pool.speed.update_s for pool in self.pools)
-
-  @property
   def publish_s(self) -> float:
     """Seconds of a publish on its own."""
-    return self.hidden_s + self.update_s
+    return self.hidden_s + max(
+      pool.speed.update_s + self.processes.call_s * pool.processes
+      for pool in self.pools
+    )
 
   @property
   def blocked_s(self) -> float:
@@ -385,8 +402,12 @@ class _Run:
       if pool.prefill is not None
     }
     self.engines = [self._engine(pool) for pool in pools]
+    costs = settings.cluster.processes
     self.router = router.Router(
-      self.engines,
+      [
+        processes_lib.called(engine, costs) if pool.processes else engine
+        for engine, pool in zip(self.engines, pools, strict=True)
+      ],
       infos=[placement.EngineInfo(pool.name, pool.kind) for pool in pools],
       # Simulated engines have no prompt of one session for another.
       routing=dataclasses.replace(settings.routing, share_prompts=False),
@@ -417,6 +438,10 @@ class _Run:
     self, watchdog: watchdog_lib.Watchdog
   ) -> coordinator.Coordinator:
     settings, schedule = self._settings, self._settings.overlap
+    cluster = settings.cluster
+    gang = None
+    if (count := cluster.learner.processes) > 1:
+      gang = processes_lib.SimulatedGang(cluster.processes, count)
     graders = grading.Graders(
       world_lib.SimulatedReward(self.world),
       settings.rollout.grading,
@@ -443,11 +468,11 @@ class _Run:
         group_filter=group_filters.keep_all,
       ),
       trainer=simulated_learner.SimulatedTrainer(
-        settings.cluster.learner, self.spans, self.world.thread
+        cluster.learner, self.spans, self.world.thread, gang
       ),
       publisher=weight_publisher.WeightPublisher(
         self.router,
-        simulated_learner.SimulatedTransfer(settings.cluster.hidden_s),
+        simulated_learner.SimulatedTransfer(cluster.sent_s, gang),
         self.log,
         self.spans,
       ),

@@ -139,7 +139,7 @@ def test_kinds_that_suit_them_encode_and_decode(plan):
     problem, found.best.choice, planned_fleets.guess_number_moe.get_config()
   )
   assert reason is not None
-  assert "no hand-over" in reason
+  assert "with role=prefill" in reason
 
 
 def test_the_quickest_buckets_are_taken():

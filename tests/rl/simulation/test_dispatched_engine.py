@@ -44,13 +44,15 @@ def request(number, tokens, max_tokens=2):
   )
 
 
-def play(main, answer=ANSWER, **work):
+def play(main, answer=ANSWER, encode_s=None, **work):
   """Returns what `main` returns, given an engine and its host's thread."""
 
   async def run():
     host = host_thread.HostThread(host_thread.HostWork(**work))
     engine = dispatched_engine.DispatchedEngine(
-      dispatches(), lambda request: (request.tokens, answer), host
+      dataclasses.replace(dispatches(), encode_s=encode_s),
+      lambda request: (request.tokens, answer),
+      host,
     )
     await engine.start(0, 0)  # pyright: ignore[reportArgumentType]
     found = await main(engine, host)
@@ -98,6 +100,15 @@ def test_an_answer_has_its_ids_and_ends_with_the_last():
   assert completion.stop == "stop"
   # 2 tokens in the first dispatch, the last in a second.
   assert completion.decode_s == close(2.0)
+
+
+def test_a_dispatch_that_encodes_may_take_longer():
+  async def main(engine, host):
+    return await engine.generate(request(0, [1, 2], max_tokens=5))
+
+  completion = play(main, np.array([7, 8, 9], np.int32), encode_s=3.0)
+  # 3 s for 2 new ids and 2 tokens, then 1 s for the last, whose id is sampled.
+  assert completion.decode_s == close(4.0)
 
 
 def test_a_result_waits_while_groups_are_packed():
