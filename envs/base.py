@@ -1,7 +1,11 @@
 """The contract of environments, tasks and rewards: text in, text out."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import sysconfig
+import traceback
 import types
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -11,6 +15,15 @@ Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "eval"]
 
 _MAX_SEEDS = 1000
+_MAX_REASON = 4000
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = ("envs", "launch", "models", "rl", "twinmesh")
+_NOT_THE_USERS = (
+  *(os.path.join(_ROOT, top, "") for top in _OURS),
+  os.path.join(sysconfig.get_path("stdlib"), ""),
+  "<",  # Generated code, such as that of dataclasses.
+)
+_INSTALLED = {"site-packages", "dist-packages"}
 _NO_METRICS: Mapping[str, float] = types.MappingProxyType({})
 
 
@@ -521,3 +534,29 @@ def alone(reward: Reward) -> Reward:
       "it the attribute alone, a reward for episodes without a group"
     )
   return one
+
+
+def reason(error: BaseException) -> str:
+  """Returns "OSError: no such game (game.py:38, in step)".
+
+  The place is the innermost one in code of the user's, if there is one. An
+  error that cannot be shown has its type alone.
+  """
+  text = type(error).__name__
+  with contextlib.suppress(Exception, SystemExit):
+    text += f": {error}"
+  if len(text) > _MAX_REASON:
+    text = f"{text[: _MAX_REASON - 3]}..."
+  return text + _place(error)
+
+
+def _place(error: BaseException) -> str:
+  """Returns " (game.py:38, in step)", or "" of an error of nobody's code."""
+  place = ""
+  for frame, line in traceback.walk_tb(error.__traceback__):
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    parts = file.split(os.sep)
+    if file.startswith(_NOT_THE_USERS) or not _INSTALLED.isdisjoint(parts):
+      continue
+    place = f" ({parts[-1]}:{line}, in {name})"
+  return place

@@ -238,10 +238,7 @@ async def _outcome(call: Awaitable[Any]) -> tuple[str, Any]:
   try:
     return "", await call
   except BaseException as error:
-    try:
-      return f"{type(error).__name__}: {error}", None
-    except Exception:
-      return type(error).__name__, None
+    return base.reason(error), None
 
 
 async def _serve(

@@ -3,7 +3,8 @@
 python -m launch.try_environment --config=configs/next_letter.py
 
 Plays tasks without a model, prints the first conversation as a model would see
-it, and says what is wrong with the environment. Exit code: 0 if nothing is.
+it, plays them again with random answers, and says what is wrong with the
+environment. Exit code: 0 if nothing is.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from absl import flags as absl_flags
 
 from envs import base
 from envs.rewards import rewards
-from launch.cli import flags
+from launch.cli import flags, steps
 from launch.gateway import player
 from models.chat import byte_chat
 from rl import experiment as experiment_lib
@@ -79,7 +80,10 @@ def main() -> None:
   """Prints a conversation and the checks; exits with 1 if one fails."""
   with flags.exit_on_setting_error():
     trial = _trial()
-  played, results = asyncio.run(environment_checks.run(trial, _TASKS.value))
+  with steps.Steps(sys.stderr) as told:
+    played, results = asyncio.run(
+      environment_checks.run(trial, _TASKS.value, told.phase)
+    )
   console = rich.console.Console(
     file=sys.stdout,
     markup=False,
@@ -122,14 +126,16 @@ def show(
   for message in _unread(played.transcript.messages):
     write(rich.text.Text(f"({message.role}) {_safe(message.content)}"))
   reward = "none" if one.reward is None else f"{one.reward:g}"
-  steps = ", ".join(f"{r:g}" for r in played.transcript.step_rewards)
+  rewards_of_steps = ", ".join(f"{r:g}" for r in played.transcript.step_rewards)
   write(f"\nstatus {one.status.value}, reward {reward}", end="")
-  write(f" (steps: {steps})" if steps else "")
+  write(f" (steps: {rewards_of_steps})" if rewards_of_steps else "")
   for kind, numbers in (("reward", one.parts), ("env", one.metrics)):
     for name, value in numbers.items():
       write(rich.text.Text(f"{kind}/{name} {value:g}"))
   if one.fault:
     write(rich.text.Text(_safe(one.fault)))
+  if played.traceback:
+    write(rich.text.Text(_safe(f"\n{played.traceback}")))
   write()
 
 

@@ -250,6 +250,7 @@ class Experiment:
     self._validate_learner_processes()
     self._validate_counts()
     self._validate_partners()
+    self._validate_engines()
     self._validate_schedule()
     self._validate_demonstrations()
     self._validate_waits()
@@ -293,7 +294,9 @@ class Experiment:
 
   def _validate_counts(self) -> None:
     checks.at_least(self, 0 if self.warm_start else 1, "rounds", where="")
-    checks.at_least(self, 0, "seed", "max_skipped", where="")
+    checks.at_least(self, 0, "max_skipped", where="")
+    # jax would take a larger seed modulo 2**32.
+    checks.within(self, 0, 2**32 - 1, "seed", where="")
     checks.one_of(self, references.Memory, "optimizer_memory", where="")
     advantage = self.algorithm.advantage
     if advantage.pool == "group":
@@ -322,6 +325,29 @@ class Experiment:
           "play each other, so none of them is redundant; use 0"
         )
 
+  def _validate_engines(self) -> None:
+    """Raises where some engines could never have an episode to play."""
+    members = self.rollout.group_size + self.overlap.redundancy.extra_members
+    episodes = self.overlap.max_groups_in_play * members
+    infos = self.placement.engine_infos
+    engines = sum(info.role == "decode" for info in infos)
+    able = self.engine.capabilities(self.model)
+    if engines < len(infos) and not able.prefixes:
+      raise ValueError(
+        "a pool of placement.more has role=prefill, but engines of "
+        f"engine={short_names.of(self.engine)} hand over no keys and values, "
+        "or record experts, which are not handed over; use role=decode, or "
+        "engine=built_in(record_experts=false)"
+      )
+    if engines > episodes:
+      raise ValueError(
+        f"placement.replicas={self.placement.replicas} makes {engines} "
+        f"engines, but {episodes} episodes at most are played at once, of "
+        f"{members} members a group, and the other engines would be idle; use "
+        f"{episodes} engines or fewer, or raise overlap.groups_per_round or "
+        "rollout.group_size"
+      )
+
   def _validate_schedule(self) -> None:
     """Raises when parts of a run that are fine alone do not go together."""
     self.algorithm.validate_schedule(self.overlap)
@@ -334,7 +360,7 @@ class Experiment:
       why = "no episode would ever be that long; lower the first"
       checks.refuse(self.rollout, "overlong.max_tokens", "max_tokens", why=why)
     self.routing.validate_domains([source.name for source in self.sources])
-    pools = self.placement.pools
+    pools = [pool for pool in self.placement.pools if pool.role == "decode"]
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
 
   def _validate_demonstrations(self) -> None:
@@ -466,7 +492,7 @@ class Experiment:
       fit = -(-self.batch.length // context) * context
       raise ValueError(
         f"batch.length={self.batch.length} does not divide over "
-        f"placement.learner.context={context}; use {fit}"
+        f"placement.learner.context={context}; use batch.length={fit}"
       )
     axes = policy_lib.of(self.model).axes
     for name, mesh in self.placement.meshes.items():

@@ -79,6 +79,7 @@ CAUSES = (
       "launch.sweep:main",
       "launch.train:_claim",
       "launch.view.__main__:_root",
+      "launch.worker:_told",
     ),
   ),
   Cause(
@@ -395,6 +396,8 @@ CAUSES = (
     code_block="python -c 'import jax; print(jax.devices())'",
     of=(
       "launch.manifest:_check_fits",
+      "launch.manifest:_of_many_hosts",
+      "launch.manifest:slice_share",
       "rl.pools.placement:Placement.layouts",
     ),
   ),
@@ -407,7 +410,7 @@ CAUSES = (
     ),
     why="Meshes with devices in common need placement.colocated=true; pools"
     " need different names, engines that serve one model, and a route to each;"
-    " processes of their own are for CPUs so far.",
+    " processes of their own are for CPUs, unless all are on other hosts.",
     cure="Do as the message says; [placement](guides/placement.md) has"
     " examples, and --explain prints the meshes.",
     code_block="twinmesh train --config=FILE --explain",
@@ -467,8 +470,8 @@ CAUSES = (
   Cause(
     code="TM-P06",
     title="An engine cannot join the run",
-    sees="--join=runs/first takes no engines: no process works on its"
-    " rounds, or all its engines are in that process; start it with"
+    sees="--join=runs/first takes no engines: all that it has are in its own"
+    " process, or it has just begun; start it with"
     " --config.placement.decode_processes=1",
     why="A run lets engines in while it trains, if it has engines in processes"
     " of their own. The one that joins needs the same version of the code, and"
@@ -911,6 +914,19 @@ CAUSES = (
     of=("rl.planning.calibration",),
   ),
   Cause(
+    code="TM-D12",
+    title="No run has the metric",
+    sees="no run has a metric succes; did you mean success?",
+    why="Runs are compared by a metric that they have written: one of their"
+    " metrics.jsonl, or of evaluations.jsonl with evaluation/ before its name."
+    " A sweep refuses a name that no run can have before it starts any.",
+    cure="Correct --metric; [metrics](metrics.md) has all names. A minus before"
+    " it, as in -loss, says that less is better.",
+    code_block="twinmesh sweep --workdir=runs/sweep --table"
+    " --metric=evaluation/success",
+    of=("launch.report.comparison:refuse_metric",),
+  ),
+  Cause(
     code="TM-R01",
     title="The run waited too long",
     sees="the learner waited 600.0 s for a group (deadline 600.0 s); waiting"
@@ -955,12 +971,15 @@ CAUSES = (
     sees="rounds in a row that trained nothing because of faults: 4, and"
     " max_skipped=3 allows no more; most episodes ended with env: ..",
     why="An episode whose environment or reward fails has no reward, and is"
-    " masked. When all episodes of some rounds end so, no further round would"
-    " be better.",
+    " masked. When all episodes of some rounds end so, or all demonstrations of"
+    " a step of the warm start, no further one would be better.",
     cure="Correct the environment or the reward; the fault that is named is the"
     " most frequent one. The same command then goes on.",
     code_block="twinmesh try --config=FILE",
-    of=("launch.run.round_warnings:Hopeless",),
+    of=(
+      "launch.run.round_warnings:Hopeless",
+      "rl.loop.warm_start:NoDemonstration",
+    ),
   ),
   Cause(
     code="TM-R05",

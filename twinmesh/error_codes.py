@@ -15,6 +15,8 @@ from typing import NoReturn
 
 from twinmesh.error_causes import CAUSES
 
+ERROR = "error: "
+"""Beginning of the line that tells one."""
 UNEXPECTED = "TM-X03"
 _TOPS = ("rl", "models", "envs", "launch", "configs", "twinmesh")
 _BY_CODE = {cause.code: cause for cause in CAUSES}
@@ -94,7 +96,7 @@ def text(error: BaseException | str, code: str = "") -> str:
   """
   if isinstance(error, BaseException):
     code = code or code_of(error)
-  return f"error: {error}\n{more(code)}"
+  return f"{ERROR}{error}\n{more(code)}"
 
 
 def fail(

@@ -48,7 +48,7 @@ def compute(
   try:
     return run(_grade(_load(reward), request))
   except Exception as error:
-    return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+    return json.dumps({"error": base.reason(error)}).encode()
 
 
 @functools.cache

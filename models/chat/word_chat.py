@@ -119,7 +119,8 @@ class WordChat:
       near = difflib.get_close_matches(unknown, self.words, 1, 0.0)
       raise ValueError(
         f"word {unknown!r} is not among the {len(self.words)} known ones; "
-        f"the nearest is {near[0] if near else None!r}"
+        f"the nearest is {near[0] if near else None!r}; words are separated by "
+        "spaces"
       )
     return [self._ids[word] for word in text.split()]
 

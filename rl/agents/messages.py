@@ -14,7 +14,6 @@ from jaxtyping import Int32
 
 from envs import base
 from rl.rollout import episode as episode_lib
-from rl.runtime import isolation
 
 # Parsing longer JSON would hold up the process.
 _MAX_PARSED = 1 << 20
@@ -94,7 +93,7 @@ def encoding() -> Iterator[None]:
     raise
   except Exception as error:
     raise ValueError(
-      f"the messages cannot be encoded: {isolation.reason(error)}"
+      f"the messages cannot be encoded: {base.reason(error)}"
     ) from error
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from envs import base
 from models import config as model_config
 from rl.algorithms import (
   advantages,
@@ -192,13 +193,16 @@ def _validate_protocols(algorithm: Algorithm) -> None:
     if missing := [x for x in wanted if not hasattr(part, x)]:
       see = f"see {annotations.path(protocol)}"
       raise ValueError(f"{setting} has no {', '.join(missing)}; {see}")
-    if name == "advantage":
-      found, each = part([_played(0.0), _played(1.0)]), "array a member"
-      sizes = isinstance(found, result) and list(map(len, found.advantages))
-      fits = sizes == [3, 3]
-    else:
-      found, each = jax.eval_shape(part, row), "entry a token"
-      fits = isinstance(found, result) and all(x.shape == (4,) for x in found)
+    try:
+      if name == "advantage":
+        found, each = part([_played(0.0), _played(1.0)]), "array a member"
+        sizes = isinstance(found, result) and list(map(len, found.advantages))
+        fits = sizes == [3, 3]
+      else:
+        found, each = jax.eval_shape(part, row), "entry a token"
+        fits = isinstance(found, result) and all(x.shape == (4,) for x in found)
+    except Exception as error:
+      raise ValueError(f"{setting} raised {base.reason(error)}") from error
     if not fits:
       what = f"{annotations.path(result)}, each with one {each}"
       raise ValueError(f"{setting} does not return {what}")

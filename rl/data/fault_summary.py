@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rl.data import trajectory
 
-_MAX_MESSAGE = 160
+_MAX_MESSAGE, _MAX_END = 160, 60
 
 
 class FaultSummary(NamedTuple):
@@ -45,4 +45,7 @@ def most_frequent(
 
 def _one_line(message: str) -> str:
   line = " ".join(message.split()).encode("ascii", "backslashreplace").decode()
-  return line if len(line) <= _MAX_MESSAGE else f"{line[: _MAX_MESSAGE - 3]}..."
+  if len(line) <= _MAX_MESSAGE:
+    return line
+  # The end tells the place.
+  return f"{line[: _MAX_MESSAGE - _MAX_END - 3]}...{line[-_MAX_END:]}"

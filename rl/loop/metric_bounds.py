@@ -205,7 +205,7 @@ class Monitor:
         )
         crossings.append(crossing)
         self.lasting[name] = crossing
-    if norm := metrics.get("grad_norm"):
+    if (norm := metrics.get("grad_norm")) and not math.isnan(norm):
       self._norms.append(norm)
     return crossings
 

@@ -6,6 +6,7 @@ A tracker that fails ends the tracking, with a warning, and never the run:
 metrics.jsonl has everything.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -249,8 +250,10 @@ class Background:
   def close(self) -> None:
     """Waits until all is sent, or for `close_s`."""
     if not self._failure:
-      self._waiting.put(None)
-      self._thread.join(self._close_s)
+      until_s = time.monotonic() + self._close_s
+      with contextlib.suppress(queue.Full):  # Told below.
+        self._waiting.put(None, timeout=self._close_s)
+      self._thread.join(max(until_s - time.monotonic(), 0.0))
       if self._thread.is_alive():
         self._failure = f"it did not take all within {self._close_s:g} s"
     self._warn_once()

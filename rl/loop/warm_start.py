@@ -17,7 +17,7 @@ import numpy as np
 
 from envs import base
 from rl.data import batch as batch_lib
-from rl.data import trajectory
+from rl.data import fault_summary, trajectory
 from rl.engine import contract
 from rl.rollout import episode
 from rl.runtime import checkpoint, mesh_thread
@@ -28,6 +28,10 @@ EVAL = "eval/"
 """Prefix of what is measured on held-out rows."""
 MEASURED = ("loss", "accuracy", "margin")
 """Metrics of held-out rows, where the loss has them."""
+
+
+class NoDemonstration(Exception):
+  """Faults left a step of the warm start nothing to train."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +169,7 @@ def demonstrations(
 ) -> Supervision:
   """Returns fresh demonstrations of an oracle for each step.
 
-  Its `batches` raises RuntimeError where no demonstration could be played.
+  Its `batches` raises NoDemonstration where no demonstration could be played.
 
   Args:
     rows, length: shape of the packed batches.
@@ -204,9 +208,11 @@ async def _demonstrations(
   )
   usable = [e for e in episodes if e.num_sampled and e.status.trainable]
   if not usable:
-    raise RuntimeError(
-      f"no demonstration of {source.name} succeeded: {episodes[0].fault}; "
-      "launch.try_environment plays it without a model"
+    fault = fault_summary.most_frequent(episodes) or "none has an answer"
+    raise NoDemonstration(
+      f"warm_start: of {len(episodes)} demonstrations of {source.name} none "
+      f"can be trained on: {fault}; launch.try_environment plays it without a "
+      "model"
     )
   return usable
 

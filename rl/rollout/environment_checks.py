@@ -1,6 +1,7 @@
 """Checks of an environment before it is trained on.
 
 run: play a few tasks -> faults, lengths, times, close
+     random answers in their place -> random answers
      the same answers again -> repeats;  all at once -> parallel sessions
      junk in place of answers -> junk;   source, tasks, reward
 
@@ -8,10 +9,11 @@ Each check returns one `CheckResult`: what is wrong, or what was seen.
 """
 
 import dataclasses
+import math
 import pickle
 import reprlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envs import base
@@ -51,7 +53,7 @@ class CheckResult:
   Attributes:
     fault: what is wrong, and the way out; "" if nothing is.
     seen: in any case, in a few words.
-    warning: what is right but slows a run down, and the way out.
+    warning: what is allowed but harms a run, and the way out.
   """
 
   name: str
@@ -61,17 +63,25 @@ class CheckResult:
 
 
 async def run(
-  trial: trial_lib.Trial, num_tasks: int = 8
+  trial: trial_lib.Trial,
+  num_tasks: int = 8,
+  report: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[trial_lib.PlayedEpisode], list[CheckResult]]:
   """Returns the episodes of the first training tasks, and all checks.
 
   If no episode can be played, only the checks that need none are run.
+
+  Args:
+    report: told what is played, as it begins.
   """
   results = [check_source(trial.source), check_tasks(trial.source)]
   if results[-1].fault:
     return [], results
   tasks = [trial.source.task(i, "train") for i in range(num_tasks)]
-  played = [await trial_lib.play(trial, task) for task in tasks]
+  played = []
+  for number, task in enumerate(tasks, 1):
+    report(f"playing task {number}/{num_tasks}")
+    played.append(await trial_lib.play(trial, task))
   results += [
     check_faults(played),
     check_lengths(played, trial.limits, trial.plays_well),
@@ -81,6 +91,14 @@ async def run(
   ]
   if not any(p.trajectory.status.trainable for p in played):
     return played, results
+  report("playing random answers")
+  random = await _play_random(trial, tasks)
+  results.append(
+    check_random_answers(
+      random, trial.limits, played if trial.plays_well else ()
+    )
+  )
+  report("playing the same answers again")
   free = any_text(trial)
   alone = [await trial_lib.play(free, task) for task in tasks]
   # An answer that failed this time alone must not be blamed on the tasks.
@@ -91,7 +109,9 @@ async def run(
   results.append(await check_repeats(free, alone))
   # What differs when it is alone tells nothing about others.
   if not results[-1].fault:
+    report("playing many sessions at once")
     results.append(await check_parallel(free, alone))
+  report("playing junk and held-out tasks")
   tools = next((p.tools for p in alone if p.tools), ())
   return played, [
     *results,
@@ -117,7 +137,7 @@ def check_source(source: base.Source) -> CheckResult:
   except Exception as error:
     return CheckResult(
       name,
-      f"it cannot be hashed ({isolation.reason(error)}): make it a frozen "
+      f"it cannot be hashed ({base.reason(error)}): make it a frozen "
       "dataclass whose fields are numbers, text and tuples",
     )
   try:
@@ -125,7 +145,7 @@ def check_source(source: base.Source) -> CheckResult:
   except Exception as error:
     return CheckResult(
       name,
-      f"it cannot be pickled ({isolation.reason(error)}): keep connections, "
+      f"it cannot be pickled ({base.reason(error)}): keep connections, "
       "files and functions out of its fields, and open them in start",
     )
   if copy != source or hash(copy) != hash(source):
@@ -190,6 +210,20 @@ def check_lengths(
   plays_well: bool,
 ) -> CheckResult:
   """Finds limits that a good player meets; counts what they cut."""
+  seen = (
+    f"up to {max((len(p.trajectory.ids) for p in played), default=0)} tokens "
+    f"and {max((len(p.trajectory.turns) for p in played), default=0)} turns"
+  )
+  words = _cuts(played, limits)
+  if words and plays_well:
+    return CheckResult("lengths", f"{words} of a demonstration: raise it", seen)
+  return CheckResult("lengths", seen=f"{seen}; {words}" if words else seen)
+
+
+def _cuts(
+  played: Sequence[trial_lib.PlayedEpisode], limits: episode.Limits
+) -> str:
+  """Returns the limits that cut answers or episodes; "" if none did."""
   cut = {"turn_tokens": 0, "max_tokens": 0, "max_turns": 0}
   for one in (p.trajectory for p in played):
     cut_short = [len(t.tokens) for t in one.turns if t.stop == "length"]
@@ -201,19 +235,78 @@ def check_lengths(
       limits.turn_tokens
     ):
       cut["max_tokens"] += 1
-  seen = (
-    f"up to {max((len(p.trajectory.ids) for p in played), default=0)} tokens "
-    f"and {max((len(p.trajectory.turns) for p in played), default=0)} turns"
-  )
-  counts = {key: count for key, count in cut.items() if count}
-  words = ", ".join(
+  return ", ".join(
     f"rollout.{key}={getattr(limits, key)} cut {count} "
     f"{'answers' if key == 'turn_tokens' else 'episodes'}"
-    for key, count in counts.items()
+    for key, count in cut.items()
+    if count
   )
-  if counts and plays_well:
-    return CheckResult("lengths", f"{words} of a demonstration: raise it", seen)
-  return CheckResult("lengths", seen=f"{seen}; {words}" if words else seen)
+
+
+def check_random_answers(
+  played: Sequence[trial_lib.PlayedEpisode],
+  limits: episode.Limits,
+  demonstrations: Sequence[trial_lib.PlayedEpisode] = (),
+) -> CheckResult:
+  """Finds what comes up only when answers are wrong, as they are at first.
+
+  Args:
+    played: with random answers.
+    demonstrations: of the same tasks, if there are any.
+  """
+  name, found = "random answers", check_faults(played)
+  if found.fault:
+    return dataclasses.replace(found, name=name)
+  seen = f"{found.seen}; reward {_span([_reward(p) for p in played])}"
+  warnings = []
+  truncated = sum(
+    p.trajectory.status is trajectory.Status.TRUNCATED for p in played
+  )
+  if 2 * truncated > len(played):
+    warnings.append(
+      f"{truncated} of {len(played)} episodes did not reach their end "
+      f"({_cuts(played, limits)}): raise the limit, or end them in step"
+    )
+  replies = [reply for p in played for reply in _replies(p)]
+  silent = sum(not reply.strip() for reply in replies)
+  if 2 * silent > len(replies):
+    warnings.append(
+      f"{silent} of {len(replies)} answers that did not end an episode got no "
+      "reply: say in the messages of the step what was wrong"
+    )
+  good = {p.task.id: _reward(p) for p in demonstrations if not _faulty(p)}
+  if good and all(_reward(p) >= good.get(p.task.id, -math.inf) for p in played):
+    warnings.append(
+      "they earn as much as the demonstrations, so there is nothing to learn: "
+      "reward what only a good answer brings about"
+    )
+  return CheckResult(name, seen=seen, warning="; ".join(warnings))
+
+
+async def _play_random(
+  trial: trial_lib.Trial, tasks: Sequence[base.Task]
+) -> list[trial_lib.PlayedEpisode]:
+  respond = trial_lib.exploration(trial.source, trial.chat)
+  explored = dataclasses.replace(trial, respond=respond)
+  return [await trial_lib.play(explored, task) for task in tasks]
+
+
+def _reward(played: trial_lib.PlayedEpisode) -> float:
+  reward = played.trajectory.reward
+  assert reward is not None, "only a fault has none"
+  return reward
+
+
+def _replies(played: trial_lib.PlayedEpisode) -> list[str]:
+  """Returns the text after each answer that did not end the episode."""
+  replies: list[str] = []
+  for message in played.transcript.messages:
+    if message.role == "assistant":
+      replies.append("")
+    elif replies:
+      replies[-1] += message.content
+  is_over = played.trajectory.status is trajectory.Status.COMPLETED
+  return replies[:-1] if is_over else replies
 
 
 def check_times(
@@ -323,8 +416,7 @@ async def check_reward(
         f"{after} {again.fault}".rstrip(),
       )
     values.append(before[0])
-  seen = f"from {min(values):g} to {max(values):g}" if values else "none"
-  return CheckResult("reward", seen=seen)
+  return CheckResult("reward", seen=_span(values))
 
 
 async def check_junk(
@@ -370,6 +462,10 @@ async def check_held_out(
   same = sum(_beginning(p) in seen for p in held_out)
   words = f"{same} of {len(held_out)} begin like one of the training tasks"
   return CheckResult("held-out tasks", seen=words)
+
+
+def _span(values: Sequence[float]) -> str:
+  return f"from {min(values):g} to {max(values):g}" if values else "none"
 
 
 def _faulty(played: trial_lib.PlayedEpisode) -> bool:
@@ -421,4 +517,6 @@ def _beginning(played: trial_lib.PlayedEpisode) -> tuple[str, ...]:
 
 
 def _duration(seconds: float) -> str:
-  return f"{seconds:.2g} s" if seconds >= 1 else f"{seconds * 1e3:.2g} ms"
+  number, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
+  # With .2g alone 99.6 and more would have an exponent.
+  return f"{number:.0f} {unit}" if number >= 10 else f"{number:.2g} {unit}"

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import random
 import time
+import traceback
 import zlib
 from collections.abc import (
   Awaitable,
@@ -82,6 +83,7 @@ class PlayedEpisode:
     seconds: of each call, by method.
     blocked: of them, the longest in a row in which nothing else could run.
     closing: what went wrong in `close`, or "".
+    traceback: of the first exception of the environment, or "".
   """
 
   task: base.Task
@@ -92,6 +94,7 @@ class PlayedEpisode:
   seconds: Mapping[str, Sequence[float]]
   blocked: Mapping[str, Sequence[float]]
   closing: str
+  traceback: str
 
   @property
   def outcome(self) -> dict[str, Any]:
@@ -197,6 +200,7 @@ async def play(
     seconds=seen.seconds if seen else {},
     blocked=seen.blocked if seen else {},
     closing=seen.closing if seen else "",
+    traceback=seen.traceback if seen else "",
   )
 
 
@@ -283,13 +287,18 @@ class _WatchedSource:
 
 @dataclasses.dataclass(eq=False)
 class _Watched:
-  """An environment whose calls are timed; `closing` says how close ended."""
+  """An environment whose calls are timed.
+
+  Attributes:
+    closing, traceback: see `PlayedEpisode`.
+  """
 
   environment: base.Environment
   seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
   blocked: dict[str, list[float]] = dataclasses.field(default_factory=dict)
   tools_shown: Sequence[Mapping[str, Any]] = ()
   closing: str = "close was not called"
+  traceback: str = ""
 
   def __getattr__(self, name: str) -> Any:
     """Returns the environment's own attributes, its tools among them."""
@@ -311,7 +320,7 @@ class _Watched:
     except asyncio.CancelledError:
       raise
     except BaseException as error:
-      self.closing = f"close raised {isolation.reason(error)}"
+      self.closing = f"close raised {base.reason(error)}"
       raise
     self.closing = ""
 
@@ -319,6 +328,9 @@ class _Watched:
     begun, stretches = time.perf_counter(), _Stretches(call)
     try:
       return await stretches
+    except Exception:
+      self.traceback = self.traceback or traceback.format_exc()
+      raise
     finally:
       taken = time.perf_counter() - begun
       self.seconds.setdefault(what, []).append(taken)

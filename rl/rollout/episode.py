@@ -582,5 +582,5 @@ def _encode(
     return np.asarray(encode(*args), np.int32)
   except Exception as error:  # The environment's message has no encoding.
     raise isolation.Fault(
-      f"its message cannot be read: {isolation.reason(error)}"
+      f"its message cannot be read: {base.reason(error)}"
     ) from error

@@ -234,7 +234,7 @@ class Graders:
             for one, (value, parts) in zip(ungraded, grades, strict=True)
           ]
     if attempts > 1:
-      fault_text += f"; so ended {attempts} attempts"
+      fault_text += f", after {attempts} attempts"
     return [self._faulty(one, fault_text) for one in ungraded]
 
   def _faulty(

@@ -138,7 +138,7 @@ class Starts:
       except isolation.Fault as fault:
         if isinstance(fault, _Refused) or attempt == settings.attempts:
           self.faults += 1
-          text = f"; so ended {attempt} attempts" if attempt > 1 else ""
+          text = f", after {attempt} attempts" if attempt > 1 else ""
           raise isolation.Fault(f"{fault}{text}") from fault
       self.retries += 1
       with self._listed(owner, "another start of its environment"):

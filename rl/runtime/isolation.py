@@ -64,7 +64,8 @@ async def guarded(
   Args:
     call: makes the awaitable; it may raise or return nonsense too.
     what: a word for the call, such as "step".
-    watchdog: lists that `owner` waits for `what` + `of`.
+    watchdog: lists that `owner` waits for `what` + `of`, and reports where the
+      first of them that is late stands.
     late: holds the call while it is left behind, until it ends.
     check: returns the valid value or raises Fault; looking at the value may
       run user code too.
@@ -88,16 +89,18 @@ async def guarded(
           _leave_behind(work, set() if late is None else late)
   outcome = answer.result()
   if outcome is None:
+    if watchdog is not None:
+      watchdog.late(owner, what + of, deadline_s, work)
     raise Fault(f"{what} took over {deadline_s:g} s")
   value, error = outcome
   if error is not None:
-    raise Fault(f"{what} raised {reason(error)}") from error
+    raise Fault(f"{what} raised {base.reason(error)}") from error
   try:
     return check(value)
   except (KeyboardInterrupt, Fault):
     raise
   except BaseException as error:
-    raise Fault(f"{what} returned what raised {reason(error)}") from error
+    raise Fault(f"{what} returned what raised {base.reason(error)}") from error
 
 
 def _begin(
@@ -192,7 +195,7 @@ def contained(call: Callable[..., _T], what: str, *args: Any) -> _T:
   except (KeyboardInterrupt, Fault):
     raise
   except BaseException as error:
-    raise Fault(f"{what} raised {reason(error)}") from error
+    raise Fault(f"{what} raised {base.reason(error)}") from error
 
 
 def checked_messages(messages: object, what: str) -> list[base.Message]:
@@ -308,14 +311,6 @@ def _checked_grade(grade: object) -> tuple[float, dict[str, float]]:
     str(name): checked_reward(part, f"part {_shown(name)} of the reward")
     for name, part in grade.parts.items()
   }
-
-
-def reason(error: BaseException) -> str:
-  """Returns "OSError: no such game", even of an error that cannot be shown."""
-  try:
-    return f"{type(error).__name__}: {error}"
-  except (Exception, SystemExit):
-    return type(error).__name__
 
 
 def _kind(value: object) -> str:

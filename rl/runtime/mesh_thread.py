@@ -100,6 +100,20 @@ class MeshThread:
     self._closed = True
     self._jobs.put(None)
     self._thread.join(_CLOSE_S)
+    if self._thread.is_alive():
+      _left_behind.add(self._thread)
+
+
+_left_behind: set[threading.Thread] = set()
+
+
+def is_one_left_behind() -> bool:
+  """Returns whether a program still runs whose thread was closed.
+
+  Then the process should end by `os._exit`: the interpreter ends such a thread
+  within the program, which aborts the process.
+  """
+  return any(thread.is_alive() for thread in _left_behind)
 
 
 def _deliver(

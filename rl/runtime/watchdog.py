@@ -1,6 +1,7 @@
 """The watchdog: gives every wait a deadline, an owner and a name."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import math
@@ -54,7 +55,9 @@ def table(waits: Iterable[Wait], now_s: float) -> str:
   rows = [("owner", "what", "waited", "deadline")]
   for wait in sorted(waits, key=lambda wait: wait.since_s):
     waited = f"{now_s - wait.since_s:.1f} s"
-    rows.append((wait.owner, wait.what, waited, f"{wait.deadline_s:.1f} s"))
+    has_one = math.isfinite(wait.deadline_s)
+    deadline = f"{wait.deadline_s:.1f} s" if has_one else "-"
+    rows.append((wait.owner, wait.what, waited, deadline))
   if len(rows) == 1:
     return "nobody waits"
   a, b, c, d = (max(map(len, column)) for column in zip(*rows, strict=True))
@@ -137,6 +140,16 @@ def stack(thread: int) -> str:
   return "".join(traceback.format_stack(frame)) if frame else "unknown\n"
 
 
+def suspended(task: asyncio.Future[Any]) -> str:
+  """Returns the places where a task waits, the innermost last; "" of none."""
+  coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
+  frames = []
+  while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+    frames.append((frame, frame.f_lineno))
+    coroutine = getattr(coroutine, "cr_await", None)
+  return "".join(traceback.StackSummary.extract(frames[-_DEPTH:]).format())
+
+
 def busy_threads(besides: int | None = None) -> str:
   """Returns where the other threads are that have something to do, or "".
 
@@ -146,7 +159,7 @@ def busy_threads(besides: int | None = None) -> str:
   Args:
     besides: the number of a thread that is told already.
   """
-  frames, told = sys._current_frames(), []
+  frames, told = sys._current_frames(), collections.Counter[tuple[str, str]]()
   for thread in threading.enumerate():
     frame = frames.get(thread.ident or 0)
     is_other = thread is not threading.current_thread()
@@ -156,8 +169,13 @@ def busy_threads(besides: int | None = None) -> str:
     code = frame.f_code
     if (os.path.basename(code.co_filename), code.co_name) not in _IDLE:
       calls = "".join(traceback.format_stack(frame)[-_DEPTH:])
-      told.append(f"thread {thread.name} is in:\n{calls}")
-  return "".join(told)
+      told[thread.name, calls] += 1
+  return "".join(
+    f"thread {name} is in:\n{calls}"
+    if count == 1
+    else f"{count} threads {name} are in:\n{calls}"
+    for (name, calls), count in told.items()
+  )
 
 
 class Watchdog:
@@ -182,6 +200,7 @@ class Watchdog:
     self._report = report or (lambda text: None)
     self._waits: set[Wait] = set()
     self._renewable: set[_Deadline] = set()
+    self._late: set[str] = set()
 
   async def wait(
     self,
@@ -232,6 +251,21 @@ class Watchdog:
     since_s = self._clock()
     wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
     return _Tracked(self._waits, wait)
+
+  def late(
+    self, owner: str, what: str, deadline_s: float, work: asyncio.Future[Any]
+  ) -> None:
+    """Reports where a call of foreign code stands that is left behind.
+
+    Of each `what` the first one: a hang is seldom alone.
+    """
+    if what in self._late:
+      return
+    self._late.add(what)
+    self._report(
+      f"{owner}: {what} took over {deadline_s:g} s, in:\n{suspended(work)}"
+      f"{busy_threads()}".rstrip()
+    )
 
   def waits(self) -> list[tuple[str, str, float, float]]:
     """Returns (owner, what, seconds waited, deadline in seconds) of each wait.

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from models import untrusted_files
 from rl.data import batch as batch_lib
 from rl.data import segment_index
 from rl.runtime import checkpoint
@@ -193,7 +194,10 @@ def _policy(state: train_state.TrainState) -> dict[str, Any]:
 def _batches(file: pathlib.Path) -> list[batch_lib.Batch]:
   try:
     # A member of the archive is read, and its checksum compared, when asked.
-    with np.load(file) as archive:
+    with (
+      untrusted_files.open_regular(file) as opened,
+      np.load(opened) as archive,
+    ):
       size = sum(member.file_size for member in archive.zip.infolist())
       if size > _MAX_BYTES:
         raise ValueError(f"{size:,} bytes are more than {_MAX_BYTES:,}")

@@ -12,6 +12,7 @@ import pytest
 
 from envs import agents, base
 from envs import rows as rows_lib
+from tests.helpers import machine_speed
 
 pytestmark = pytest.mark.process
 
@@ -147,7 +148,7 @@ def test_no_process_is_left_of_a_program(ends, tmp_path):
     if ends == "by itself":
       assert running.result().reward == 0.5
   left = [int(pid) for pid in pids.read_text().split()]
-  end = time.monotonic() + 20
+  end = time.monotonic() + machine_speed.scaled(20)
   while not all(map(is_gone, left)) and time.monotonic() < end:
     time.sleep(0.01)
   assert all(map(is_gone, left))

@@ -1,6 +1,7 @@
 """What a source may leave out, and who says so."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -69,3 +70,32 @@ def test_splits_share_no_beginning():
 def test_a_split_without_a_task_is_an_error():
   with pytest.raises(ValueError, match=r"1000 tasks of x is for eval.*larger"):
     base.first_seed("x", "eval", 0, lambda seed: "the same")
+
+
+def _raised(call):
+  with pytest.raises(ValueError, match=r"\w") as caught:
+    call()
+  return base.reason(caught.value)
+
+
+def test_the_reason_of_an_error_ends_with_the_place_in_code_of_the_users():
+  def load():
+    return json.loads("{")  # Fails in a file of Python's.
+
+  line = load.__code__.co_firstlineno + 1
+  words = _raised(load)
+  assert words.startswith("JSONDecodeError: Expecting property name")
+  assert words.endswith(f" (test_base.py:{line}, in load)")
+
+
+def test_an_error_of_nobodys_code_has_no_place():
+  assert base.reason(OSError("no such game")) == "OSError: no such game"
+
+
+def test_the_reason_of_an_error_is_bounded_and_keeps_its_place():
+  def fail():
+    raise ValueError("x" * 100_000)
+
+  words = _raised(fail)
+  assert len(words) < 4100
+  assert words.endswith(", in fail)")

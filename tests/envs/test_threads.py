@@ -67,7 +67,7 @@ def test_hung_calls_are_abandoned_and_do_not_starve_the_others():
   async def run():
     await asyncio.gather(*(hang_until_cancelled(pool) for _ in range(2)))
     assert pool.abandoned() == 2
-    return await asyncio.wait_for(pool.call(pow, 2, 5), 5)
+    return await asyncio.wait_for(pool.call(pow, 2, 5), machine_speed.scaled(5))
 
   assert asyncio.run(run()) == 32
 
@@ -78,7 +78,9 @@ def test_a_call_that_waits_gets_the_place_of_an_abandoned_one():
   async def run():
     hung = asyncio.create_task(hang_until_cancelled(pool))
     await asyncio.sleep(0)
-    result = await asyncio.wait_for(pool.call(pow, 2, 5), 5)
+    result = await asyncio.wait_for(
+      pool.call(pow, 2, 5), machine_speed.scaled(5)
+    )
     await hung
     return result
 
@@ -91,7 +93,9 @@ def test_the_pool_grows_while_every_thread_is_busy():
   async def run():
     hung = [asyncio.create_task(pool.call(FOREVER.wait)) for _ in range(2)]
     await asyncio.sleep(0)
-    result = await asyncio.wait_for(pool.call(pow, 2, 5), 5)
+    result = await asyncio.wait_for(
+      pool.call(pow, 2, 5), machine_speed.scaled(5)
+    )
     for task in hung:
       task.cancel()
     await asyncio.gather(*hung, return_exceptions=True)
@@ -226,7 +230,7 @@ def test_the_rest_of_a_batch_goes_on_when_one_of_its_calls_hangs(cancels):
     if cancels:
       await asyncio.sleep(0.02)
       hung.cancel()
-    await asyncio.wait_for(asyncio.gather(*calls), 5)
+    await asyncio.wait_for(asyncio.gather(*calls), machine_speed.scaled(5))
     hung.cancel()
     await asyncio.gather(hung, return_exceptions=True)
     return pool.abandoned()

@@ -11,7 +11,7 @@ from envs import base, delayed, mixture, workers
 from envs.suites import self_play
 from launch.cli import config_file
 from rl.data import trajectory
-from tests.helpers import failing_environments, scripted_chats
+from tests.helpers import failing_environments, machine_speed, scripted_chats
 
 pytestmark = pytest.mark.process
 
@@ -115,7 +115,10 @@ def test_an_exception_leaves_the_worker_alone():
   async def run():
     environment = await begin(ONE)
     pid = await pid_of(environment)
-    with pytest.raises(workers.WorkerError, match="SystemExit: told to"):
+    with pytest.raises(
+      workers.WorkerError,
+      match=r"SystemExit: told to \(failing_environments.py:\d+, in ",
+    ):
       await environment.step(say("raise"))
     with pytest.raises(workers.WorkerError, match="AttributeError"):
       await environment.step(say("nothing"))
@@ -215,7 +218,7 @@ asyncio.run(run())
     pids = [int(process.stdout.readline()) for _ in range(2)]
     assert all(map(is_alive, pids))
     process.kill()
-  end = time.monotonic() + 30
+  end = time.monotonic() + machine_speed.scaled(30)
   while any(map(is_alive, pids)) and time.monotonic() < end:
     time.sleep(0.05)
   assert not any(map(is_alive, pids))

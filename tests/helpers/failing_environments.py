@@ -13,6 +13,8 @@ import numpy as np
 
 from envs import base, threads
 
+_FORKING_S = 5.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Told:
@@ -79,12 +81,12 @@ class _Told:
 
   async def _fork(self):
     # Bounded, in case that nothing else is.
-    end = time.monotonic() + 5
+    end = time.monotonic() + _FORKING_S
     while time.monotonic() < end:
       os.fork()
 
   async def _fork_apart(self):
-    end = time.monotonic() + 5
+    end = time.monotonic() + _FORKING_S
     while time.monotonic() < end:
       if not os.fork():
         os.setsid()  # No signal to a group reaches all of them.

@@ -75,7 +75,22 @@ def test_what_is_wrong_is_said_and_is_the_exit_code(tmp_path):
   assert result.returncode == 1
   assert re.search(r"junk +FAILED +12 of 12 answers; empty: ear", result.stdout)
   assert "env/said 2" in result.stdout
-  assert result.stdout.endswith("1 of 12 checks failed\n")
+  assert result.stdout.endswith("1 of 13 checks failed\n")
+
+
+def test_limits_that_cut_only_wrong_answers_are_warned_of():
+  result = tried(
+    "--config=configs/guess_number_moe.py",
+    "--config.rollout.max_turns=4",
+    "--tasks=4",
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+  assert re.search(
+    r"random answers +warning +\d of 4 episodes did not reach their end "
+    r"\(rollout.max_turns=4 cut \d episodes\): raise the limit",
+    result.stdout,
+  )
+  assert result.stdout.endswith("all is well, with warnings: 1\n")
 
 
 def test_answers_of_a_user_are_played(tmp_path):

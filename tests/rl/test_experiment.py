@@ -15,6 +15,7 @@ from envs.suites import self_play
 from launch.cli import flags
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, references, token_advantages
+from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
 from rl.pools import affinity, placement
 from rl.schedule import overlap
@@ -110,7 +111,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {"placement.learner.context": "3", "batch.length": "64"},
       "batch.length=64 does not divide over placement.learner.context=3; use"
-      " 66",
+      " batch.length=66",
     ),
     (
       {
@@ -163,17 +164,30 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {"placement.learner.data": "2", "placement.learner.expert": "2"},
       "batch.rows=10 does not divide over placement.learner.data * expert = 4;"
-      " use 12",
+      " use batch.rows=12",
     ),
     (
       {"placement.learner.expert": "2", "batch.tail_rows": "5"},
       "batch.tail_rows=5 does not divide over placement.learner.data * expert ="
-      " 2; use 6",
+      " 2; use batch.tail_rows=6",
     ),
     (
       {"placement.learner.data": "5", "placement.learner.expert": "2"},
       "batch.tail_rows=2 with rows=10: no number below divides over "
       "placement.learner.data * expert = 10; use none",
+    ),
+    # 16 groups of 8 in each of two rounds.
+    (
+      {"placement.replicas": "257"},
+      "placement.replicas=257 makes 257 engines, but 256 episodes at most",
+    ),
+    (
+      {
+        "placement.replicas": "17",
+        "overlap.admission": "hard_frontier",
+        "overlap.frontier_groups": "2",
+      },
+      "placement.replicas=17 makes 17 engines, but 16 episodes at most",
     ),
     ({"batch.tail_rows": "0"}, "batch.tail_rows=0 must be at least 1"),
     (
@@ -184,12 +198,12 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {"placement.decode.data": "3"},
       "engine.slots=256 does not divide over placement.decode.data * expert ="
-      " 3; use 258",
+      " 3; use engine.slots=258",
     ),
     (
       {"placement.decode.data": "3", "engine.slots": "96"},
       "engine.row_buckets[0]=32 does not divide over placement.decode.data *"
-      " expert = 3; use 33",
+      " expert = 3; use engine.row_buckets[0]=33",
     ),
     (
       {"placement.decode.rules.mlp": "tensr"},
@@ -244,19 +258,26 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       "evaluation.temperature=inf must be a finite",
     ),
     ({"evaluation.success": "nan"}, "evaluation.success=nan must be a number"),
-    ({"seed": "-1"}, "seed=-1 must be at least 0"),
-    ({"optimizer.learning_rate": "-1"}, "adamw.learning_rate=-1.0 must be"),
+    ({"seed": "-1"}, "seed=-1 must be in [0, 4294967295]"),
+    ({"seed": "4294967296"}, "seed=4294967296 must be in [0, 4294967295]"),
+    ({"optimizer.learning_rate": "-1"}, "optimizer.learning_rate=-1.0 must"),
     (
       {"optimizer.schedule.warmup_updates": "-4"},
-      "constant_rate.warmup_updates=-4 must be at least 0",
+      "optimizer.schedule.warmup_updates=-4 must be at least 0",
     ),
-    ({"warm_start.optimizer.b1": "1"}, "adamw.b1=1.0 must be in [0, 1)"),
-    ({"algorithm.loss.clip_low": "-3"}, "clipped_surrogate.clip_low=-3.0"),
+    (
+      {"warm_start.optimizer.b1": "1"},
+      "warm_start.optimizer.b1=1.0 must be in",
+    ),
+    ({"algorithm.loss.clip_low": "-3"}, "algorithm.loss.clip_low=-3.0"),
     (
       {"algorithm.entropy_bonus": "nan"},
       "algorithm.entropy_bonus=nan must be a finite number",
     ),
-    ({"algorithm.advantage.ddof": "8"}, "grpo.ddof=8 must be 0 or 1"),
+    (
+      {"algorithm.advantage.ddof": "8"},
+      "algorithm.advantage.ddof=8 must be 0 or 1",
+    ),
     (
       {"engine.batching_delay_s": "nan"},
       "engine.batching_delay_s=nan must be in [0, 1)",
@@ -314,7 +335,7 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ),
     (
       {"rollout.overlong": "overlong(max_tokens=32, buffer=33)"},
-      "overlong.buffer=33 must be in [1, 32]; it is the last of max_tokens",
+      "rollout.overlong.buffer=33 must be in [1, 32]; it is the last of",
     ),
     (
       {"routing.default": "bandwith", "placement.decode_kind": "bandwidth"},
@@ -435,6 +456,37 @@ def test_what_answers_from_elsewhere_does_not_go_with_a_repeatable_run(
   with pytest.raises(ValueError, match=r"learner_processes=2: .* use 1, or"):
     there.validate()
   dataclasses.replace(experiment, repeatable=True).validate()
+
+
+def test_engines_that_hand_over_nothing_encode_for_nobody(experiment):
+  pool = placement.DecodePool(name="encode", role="prefill", processes=1)
+  place = placement.Placement(decode_processes=1, more=(pool,))
+  phased = dataclasses.replace(experiment, placement=place)
+  phased.validate()
+  engines = (
+    (sglang_settings.SglangSettings(), "engine=sglang hand over no keys"),
+    (
+      engine_settings.EngineSettings(record_experts=True),
+      "record experts, which are not handed over; use role=decode, or",
+    ),
+  )
+  for engine, words in engines:
+    with pytest.raises(ValueError, match=words):
+      dataclasses.replace(phased, engine=engine).validate()
+  (source, *_) = phased.sources
+  for routing, words in (
+    (
+      affinity.Routing(min_prefill_ids=0),
+      "routing.min_prefill_ids=0 must be at least 1",
+    ),
+    (
+      affinity.Routing(prefer={source.name: "encode"}),
+      "=encode names neither a pool nor a kind; there are decode",
+    ),
+  ):
+    wrong = dataclasses.replace(phased, routing=routing)
+    with pytest.raises(ValueError, match=words):
+      wrong.validate()
 
 
 @pytest.mark.process

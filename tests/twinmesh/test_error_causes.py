@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import tempfile
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from launch import replay, status, sweep
 from launch.cli import config_file, flags, workdir
 from launch.gateway import error_replies, session_record
 from launch.http import access, admission, http_server, json_fields
-from launch.report import log_check
+from launch.report import comparison, log_check
 from launch.run import round_warnings
 from models import config as model_config
 from models import untrusted_files
@@ -118,6 +119,14 @@ def set_to(path, text):
 
 def replaced(**fields):
   return lambda: dataclasses.replace(RUN, **fields).validate()
+
+
+def join_one_process():
+  with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+    run_dir = pathlib.Path("runs/first")
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.json").touch()
+    joining.read(run_dir, is_alive=True)
 
 
 def ready():
@@ -252,7 +261,7 @@ EXACT = {
   ).validate(),
   "TM-P04": lambda: addresses.KnownAddresses().validate(),
   "TM-P05": readable_token,
-  "TM-P06": lambda: joining.read(pathlib.Path("runs/first")),
+  "TM-P06": join_one_process,
   "TM-P08": lambda: weights.check(model_config.tiny(qk_norm=False)),
   "TM-W01": lambda: load.check("qwen", RUN.model),
   "TM-W02": lambda: hf_config._family({"architectures": ["Gpt"]}),
@@ -275,6 +284,7 @@ EXACT = {
   "TM-D08": lambda: log_check.of_run(pathlib.Path("runs/first")),
   "TM-D10": lambda: replay.resolve("runs/first/skipped/1"),
   "TM-D11": lambda: calibration.read(pathlib.Path("runs/first")),
+  "TM-D12": lambda: comparison.check_documented("succes"),
   "TM-H02": lambda: access.of_flags("0.0.0.0", "0.0.0.0", None),
   "TM-H03": lambda: http_server.read_tls("cert.pem", None),
 }

@@ -5,15 +5,19 @@ import dataclasses
 import importlib.util
 import json
 import math
+import pathlib
 import pickle
 import threading
+from typing import Any
 
 import pytest
 
 from envs import base, mixture
 from envs.rewards import math_process, rewards
 from rl.settings import overrides
+from tests.helpers import markdown
 
+GUIDE = pathlib.Path(__file__).parents[3] / "docs/guides/rewards.md"
 SCHEMA = json.dumps(
   {
     "type": "object",
@@ -87,6 +91,15 @@ def test_the_outcome_is_the_sum_of_the_step_rewards():
   assert reward.stateless
   with pytest.raises(ValueError, match="no reward of its own"):
     asyncio.run(reward(TASK, [base.Transcript([], [])]))
+
+
+def test_the_reward_of_the_guide_pays_for_each_word_in_its_place():
+  names: dict[str, Any] = {"__name__": __name__}
+  exec(markdown.block(GUIDE, "class Partial"), names)
+  reward = names["Partial"]()
+  # Of the longer of both: 4 of 4, 2 of 4, 4 of 5, 1 of 4.
+  answers = ("d c b a", "d c a b", "d c b a a", "d", "")
+  assert values(reward, "d c b a", *answers) == [1, 0.5, 0.8, 0.25, 0]
 
 
 NUMBER = rewards.NumericMatch()

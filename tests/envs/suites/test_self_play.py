@@ -101,7 +101,9 @@ def test_members_of_one_task_meet_and_no_others():
   async def run():
     seats = [BOTH(BOTH.task(0, "train")), BOTH(other), BOTH(other)]
     waiting = [asyncio.create_task(seat.start()) for seat in seats]
-    await asyncio.wait(waiting, timeout=5, return_when="FIRST_COMPLETED")
+    await asyncio.wait(
+      waiting, timeout=machine_speed.scaled(5), return_when="FIRST_COMPLETED"
+    )
     assert [w.done() for w in waiting] == [False, True, False]
     assert seats[1]._table is seats[2]._table
     for task in waiting:

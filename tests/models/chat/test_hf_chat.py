@@ -336,6 +336,14 @@ def test_templates_know_special_tokens_by_name(directory):
     ("chat_template.jinja", "{% if %}", "the chat template is not valid Jinja"),
     ("chat_template.jinja", "{{ raise_exception('no') }}", "messages: no"),
     ("chat_template.jinja", "x", "it writes an answer 0 times"),
+    *(
+      (name, "[" * 100_000, rf"{name}.* nested deeper than 64 levels")
+      for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+      )
+    ),
   ],
 )
 def test_a_broken_file_is_named(directory, name, text, message):
@@ -363,6 +371,10 @@ def change(directory, **parts):
     (
       {"added_tokens": lambda all_: [{**x, "special": False} for x in all_]},
       "has no special tokens",
+    ),
+    (
+      {"added_tokens": lambda all_: [{**all_[0], "content": ""}, *all_[1:]]},
+      r"eos_token_id=.* must be one of the tokenizer's special tokens",
     ),
   ],
 )

@@ -37,6 +37,13 @@ def test_an_answer_survives_the_round_trip(chat):
   assert chat.decode(chat.encode_answer("")) == ""
 
 
+def test_an_unknown_word_may_be_several_without_spaces_between_them():
+  chat = word_chat.WordChat(("a", "b", "c"))
+  assert len(chat.encode_answer("c a b")) == 3 + 1  # the end of the turn
+  with pytest.raises(ValueError, match=r"'cab' .* are separated by spaces"):
+    chat.encode_answer("cab")
+
+
 def test_special_tokens_are_printed_but_are_not_part_of_the_text(chat):
   ids = [word_chat.AGENT, 4, word_chat.END, word_chat.PAD]
   assert [chat.token(i) for i in ids] == ["<agent>", "higher", "<end>", "<pad>"]

@@ -158,6 +158,7 @@ def test_a_file_that_is_missing_from_the_index_is_named(several):
   [
     ("{", f"{INDEX} is not valid JSON: Expecting property"),
     ("[]", "must hold an object, not list"),
+    ('{"a":' * 100_000, "nested deeper than 64 levels"),
     ('{"weight_map": {}}', f"{INDEX} has no weight_map"),
     (
       '{"weight_map": {"x": "../y"}}',

@@ -96,3 +96,26 @@ def test_a_word_that_holds_a_special_token_is_refused(tmp_path):
   with pytest.raises(ValueError, match=r"'x<agent>' holds .*rename"):
     tokenizer_files.write(words, tmp_path)
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("id_", ["a", -1, 2**24, 1.5, None, True])
+@pytest.mark.parametrize("place", ["vocab", "added"])
+def test_an_id_that_is_no_number_is_refused(tmp_path, place, id_):
+  tokenizer_files.write(CHAT, tmp_path)
+  data = read(tmp_path, "tokenizer.json")
+  if place == "vocab":
+    data["model"]["vocab"]["odd"] = id_
+  else:
+    data["added_tokens"][0]["id"] = id_
+  (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+  with pytest.raises(ValueError, match=r"has the id .*; ids are numbers"):
+    tokenizer_files.num_ids(tmp_path)
+
+
+@pytest.mark.parametrize("odd", [3, [3], [{"id": 0}, None]])
+def test_added_tokens_that_are_none_are_refused(tmp_path, odd):
+  tokenizer_files.write(CHAT, tmp_path)
+  data = read(tmp_path, "tokenizer.json") | {"added_tokens": odd}
+  (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+  with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read as a"):
+    tokenizer_files.num_ids(tmp_path)

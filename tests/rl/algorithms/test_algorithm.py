@@ -30,6 +30,7 @@ from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import short_names
 from rl.testing import fakes
+from twinmesh import error_codes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,14 @@ class Summed(Squared):
     """Returns scalars."""
     loss, clipped = super().__call__(row)
     return losses.Terms(loss.sum(), clipped.any())
+
+
+class Raising(Squared):
+  """Fails when it is called."""
+
+  def __call__(self, row) -> Any:
+    """Returns nothing."""
+    raise ValueError("boom in loss")
 
 
 class Nameless:
@@ -139,6 +148,11 @@ def test_parts_of_ones_own_are_taken():
       "algorithm.loss=summed does not return rl.algorithms.losses.",
     ),
     (
+      {"loss": Raising()},
+      "algorithm.loss=raising raised ValueError: boom in loss "
+      "(test_algorithm.py:",
+    ),
+    (
       {"correction": Unweighed()},
       "algorithm.correction=unweighed does not return "
       "rl.algorithms.corrections.Weights",
@@ -162,6 +176,12 @@ def test_what_is_no_part_is_refused(parts, message):
     object.__setattr__(made, name, part)
   with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
     made.validate()
+
+
+def test_what_a_part_raises_has_the_code_of_parts_that_do_not_fit():
+  with pytest.raises(ValueError, match=r", in __call__\)$") as caught:
+    algorithm.Algorithm(loss=Raising()).validate()
+  assert error_codes.code_of(caught.value) == "TM-S08"
 
 
 MODEL = model_config.tiny(

@@ -29,9 +29,13 @@ def test_what_was_cut_off_is_no_fault():
 
 
 def test_a_message_is_one_short_line_of_ascii():
-  long = (STATUS.ENV_FAULT, "step raised\n  E\u00df: " + "x" * 500)
+  long = (
+    STATUS.ENV_FAULT,
+    "step raised\n  E\u00df: " + "x" * 500 + " (a.py:7)",
+  )
   found = fault_summary.most_frequent(_members(long))
   assert found is not None
   assert found.message.startswith(r"step raised E\xdf: xx")
   assert len(found.message) == 160
-  assert found.message.endswith("...")
+  assert found.message.endswith("xx (a.py:7)")
+  assert "xx...xx" in found.message

@@ -59,6 +59,9 @@ def test_a_gradient_norm_is_compared_with_the_median_before_it():
   assert rounds("grad_norm", [1.0] * 40 + [99.0], bound) == []
   assert rounds("grad_norm", [1.0] * 49 + [3.0, 10.0], bound) == []
   assert rounds("grad_norm", [1.0] * 49 + [3.0, 0.0, 11.0], bound) == [52]
+  # What is not a number takes no part in the median.
+  halves = [1.0] * 25 + [math.nan] + [1.0] * 25
+  assert rounds("grad_norm", [*halves, 11.0], bound) == [52]
 
 
 def test_the_default_of_the_gap_follows_from_the_types():

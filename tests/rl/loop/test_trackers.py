@@ -6,11 +6,13 @@
 import pathlib
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from rl.loop import trackers
+from tests.helpers import machine_speed
 
 SETTINGS = {"seed": 3, "overlap": {"max_staleness": 1}}
 
@@ -24,7 +26,7 @@ class Kept:
     self.may_go_on.set()
 
   def write(self, values, step):
-    self.may_go_on.wait(60)
+    self.may_go_on.wait(machine_speed.scaled(60))
     if "bad" in values:
       raise ConnectionError("no route")
     self.rows.append((step, dict(values)))
@@ -66,6 +68,21 @@ def test_a_service_that_hangs_holds_up_nobody():
   background.close()
   kept.may_go_on.set()
   assert "it did not take all within 0.01 s" in warnings[0]
+
+
+def test_a_full_queue_holds_up_nobody_either(monkeypatch):
+  monkeypatch.setattr(trackers, "_MAX_WAITING", 2)
+  kept, warnings = Kept(), []
+  kept.may_go_on.clear()
+  background = trackers.Background(kept, warnings.append, close_s=0.2)
+  background.write({"loss": 1.0}, 0)
+  while not background._waiting.empty():  # Then it is being sent.
+    time.sleep(0.01)
+  for step in (1, 2):
+    background.write({"loss": 1.0}, step)
+  background.close()
+  kept.may_go_on.set()
+  assert "it did not take all within 0.2 s" in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rl.loop import warm_start
 from rl.rollout import episode
 from rl.runtime import mesh_thread, trace
 from rl.testing import fakes
+from tests.helpers import machine_speed
 
 CHAT = word_chat.WordChat(("go", "on", "yes", "no"))
 LIMITS = episode.Limits(record_experts=True)
@@ -163,6 +164,24 @@ def run(supervised, programs, behind=(), **how):
     thread.close()
 
 
+def test_a_step_whose_demonstrations_all_fail_names_their_fault():
+  broken = warm_start.demonstrations(
+    warm_start.WarmStart(steps=1, episodes=2),
+    fakes.Counting(turns=2, fault="start"),
+    CHAT,
+    LIMITS,
+    rows=2,
+    length=16,
+    seed=0,
+  )
+  words = (
+    "of 2 demonstrations of counting none can be trained on: env_fault: start "
+    "raised OSError: no such game; launch.try_environment"
+  )
+  with pytest.raises(warm_start.NoDemonstration, match=words):
+    asyncio.run(broken.batches(0))
+
+
 def test_the_batches_of_the_next_step_are_made_while_one_runs():
   made, real = threading.Event(), supervision(2)
 
@@ -174,7 +193,7 @@ def test_the_batches_of_the_next_step_are_made_while_one_runs():
 
   class Waiting(fakes.FakeLearner):
     def update(self, state, total, left_out_divisor=0.0):
-      assert made.wait(60)
+      assert made.wait(machine_speed.scaled(60))
       return super().update(state, total)
 
   state = run(

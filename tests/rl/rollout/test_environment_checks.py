@@ -12,7 +12,7 @@ import pytest
 
 from envs import base
 from envs.rewards import rewards
-from models.chat import byte_chat
+from models.chat import byte_chat, word_chat
 from rl.rollout import environment_checks, environment_trial, episode
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -46,7 +46,8 @@ class Echo:
   def explore(
     self, task: base.Task, messages: Sequence[base.Message], seed: int
   ) -> str:
-    return str(seed)
+    right = self.oracle(task, messages)
+    return right if self.flaw == "always right" else str(seed)
 
 
 class _Echo:
@@ -67,8 +68,9 @@ class _Echo:
 
   async def step(self, answer: base.Message) -> base.Step:
     self._steps += 1
-    right = _Echo.target if self._flaw == "shared" else self._said
-    reward = (answer.content == right) / 2
+    target = _Echo.target if self._flaw == "shared" else self._said
+    right = answer.content == target
+    reward = right / 2
     if self._flaw == "junk raises":
       int(answer.content)
     if self._flaw == "tool raises" and answer.tool_calls:
@@ -83,7 +85,12 @@ class _Echo:
       await asyncio.sleep(0.06)
     metrics = {"n": next(_counter)} if self._flaw == "random metric" else {}
     said = [base.Message("user", self._said)]
-    return base.Step(said, reward, self._steps == 2, metrics)
+    if self._flaw == "wrong is not said" and not right:
+      said = []
+    if self._flaw == "wrong is blank" and not right:
+      said = [base.Message("user", " ")]
+    has_ended = self._steps == 2 and (self._flaw != "wrong goes on" or right)
+    return base.Step(said, reward, has_ended, metrics)
 
   async def close(self) -> None:
     if self._flaw == "close raises":
@@ -121,6 +128,19 @@ def faults_of(source, num_tasks=3, **changes):
   return {r.name: r.fault for r in results if r.fault}
 
 
+def test_it_tells_what_it_plays():
+  told = []
+  asyncio.run(environment_checks.run(trial_of(Echo()), 2, told.append))
+  assert told == [
+    "playing task 1/2",
+    "playing task 2/2",
+    "playing random answers",
+    "playing the same answers again",
+    "playing many sessions at once",
+    "playing junk and held-out tasks",
+  ]
+
+
 def test_a_sound_environment_passes_all_checks():
   played, results = asyncio.run(environment_checks.run(trial_of(Echo()), 3))
   assert not [r for r in results if r.fault]
@@ -132,6 +152,7 @@ def test_a_sound_environment_passes_all_checks():
     "times",
     "event loop",
     "close",
+    "random answers",
     "repeats",
     "parallel sessions",
     "reward",
@@ -142,6 +163,8 @@ def test_a_sound_environment_passes_all_checks():
   assert seen["episodes"] == "3 completed"
   # <user>1000<end><assistant> 1000<end> and the same again: 2 * (7 + 5).
   assert seen["lengths"] == "up to 24 tokens and 2 turns"
+  # 31 bits against 1000, 1001 and 1002: all are wrong.
+  assert seen["random answers"] == "3 completed; reward from 0 to 0"
   assert seen["reward"] == "from 1 to 1"
   assert seen["held-out tasks"].startswith("3 of 3 begin like")
   assert len(played) == 3
@@ -196,7 +219,7 @@ class _Socket:
   ("tags", "words"),
   [
     ([], "cannot be hashed (TypeError: unhashable type: 'list')"),
-    (_Socket(), "cannot be pickled (TypeError: cannot pickle a socket)"),
+    (_Socket(), "cannot be pickled (TypeError: cannot pickle a socket"),
     (math.nan, "a pickled copy of it is not equal to it"),
   ],
 )
@@ -226,6 +249,58 @@ def test_a_limit_that_cuts_demonstrations_is_found(changes, words):
   assert words in found.seen
 
 
+@pytest.mark.parametrize(
+  ("flaw", "words"),
+  [
+    (
+      "wrong goes on",
+      "3 of 3 episodes did not reach their end (rollout.max_turns=4 cut 3 "
+      "episodes): raise the limit, or end them in step",
+    ),
+    # Of the two answers of each episode the second ends it.
+    ("wrong is not said", "3 of 3 answers that did not end an episode got no"),
+    ("wrong is blank", "3 of 3 answers that did not end an episode got no"),
+    ("always right", "they earn as much as the demonstrations"),
+  ],
+)
+def test_a_flaw_that_no_good_answer_shows_is_warned_of(flaw, words):
+  _, results = asyncio.run(environment_checks.run(trial_of(Echo(flaw)), 3))
+  warnings = {r.name: r.warning for r in results if r.warning}
+  assert [*warnings] == ["random answers"]
+  assert warnings["random answers"].startswith(words)
+
+
+def test_random_answers_find_the_words_that_a_vocabulary_lacks():
+  @dataclasses.dataclass(frozen=True)
+  class Polite(Echo):
+    words = tuple(str(n) for n in range(1_000, 1_064))
+
+    def __call__(self, task):
+      return _Polite(self.flaw, task)
+
+    def explore(self, task, messages, seed):
+      return self.words[seed % 8 + 8]
+
+  class _Polite(_Echo):
+    async def step(self, answer):
+      step = await super().step(answer)
+      sorry = [base.Message("user", "sorry")]
+      return step if step.reward else dataclasses.replace(step, messages=sorry)
+
+  source = Polite()
+  trial = dataclasses.replace(
+    trial_of(source), chat=word_chat.WordChat(source.words)
+  )
+  _, results = asyncio.run(environment_checks.run(trial, 3))
+  faults = {r.name: r.fault for r in results if r.fault}
+  assert faults["random answers"].startswith(
+    "3 of 3 ended with a fault; echo/train/0: env_fault: its message cannot be "
+    "read: "
+  )
+  assert "'sorry'" in faults["random answers"]
+  assert "episodes" not in faults
+
+
 def test_slow_calls_are_found_and_times_are_medians():
   trial = trial_of(Echo())
   played = asyncio.run(
@@ -237,7 +312,7 @@ def test_slow_calls_are_found_and_times_are_medians():
   found = environment_checks.check_times([slow], step_s=10.0)
   assert found.fault.startswith("a call took 6 s of the 10 s that rollout.step")
   assert found.seen == (
-    "start 2 s (median), 2 s (max); step 5e+02 ms (median), 6 s (max)"
+    "start 2 s (median), 2 s (max); step 500 ms (median), 6 s (max)"
   )
   assert not environment_checks.check_times([slow], step_s=12.0).fault
 

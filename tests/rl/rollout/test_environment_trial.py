@@ -71,7 +71,15 @@ def test_an_oracle_that_raises_is_a_fault():
     raise KeyError("lost")
 
   played = play(respond=respond)
-  assert played.trajectory.fault == "giving an answer raised KeyError: 'lost'"
+  start = "giving an answer raised KeyError: 'lost' (test_environment_trial.py:"
+  assert played.trajectory.fault.startswith(start)
+
+
+def test_an_exception_of_the_environment_is_kept_with_its_traceback():
+  played = play(source=fakes.Counting(fault="step"))
+  assert played.traceback.startswith("Traceback (most recent call last):\n")
+  assert "OSError: the game broke" in played.traceback
+  assert play().traceback == ""
 
 
 def test_random_answers_repeat_and_are_those_of_the_source_if_it_has_any():

@@ -96,7 +96,7 @@ def test_exhausted_attempts_are_a_fault_and_no_reward():
   assert graded.status is trajectory.Status.ENV_FAULT
   assert graded.reward is None
   assert graded.fault == (
-    "start raised OSError: no such game; so ended 3 attempts"
+    "start raised OSError: no such game, after 3 attempts"
   )
   assert len(source.kept) == 3
   assert (starts.retries, starts.faults) == (2, 1)

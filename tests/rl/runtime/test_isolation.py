@@ -5,12 +5,13 @@ import collections
 import pathlib
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
-from envs import base
-from rl.runtime import isolation, virtual_clock
+from envs import base, threads
+from rl.runtime import isolation, virtual_clock, watchdog
 from tests.helpers import machine_speed
 
 SAID = [base.Message("user", "on")]
@@ -261,7 +262,7 @@ def test_an_error_that_cannot_be_shown_is_named():
   async def fail():
     raise Mute
 
-  with pytest.raises(isolation.Fault, match=r"^step raised Mute$"):
+  with pytest.raises(isolation.Fault, match=r"^step raised Mute \(test_iso"):
     asyncio.run(isolation.guarded(fail, 1.0, "step"))
 
 
@@ -286,3 +287,40 @@ def test_a_reward_that_float32_can_hold_is_kept(reward):
 def test_a_reward_that_float32_cannot_hold_is_a_fault(reward):
   with pytest.raises(isolation.Fault, match="is not a finite number"):
     isolation.checked_reward(reward)
+
+
+def test_the_first_call_that_is_late_is_told_with_its_place():
+  told, gate = [], threading.Event()
+  watch = watchdog.Watchdog(told.append)
+
+  def play_that_hangs():
+    gate.wait(machine_speed.scaled(60))
+
+  async def step():
+    await threads.call(play_that_hangs)
+
+  async def wait_that_hangs():
+    await asyncio.Event().wait()
+
+  async def close():
+    await wait_that_hangs()
+
+  async def run():
+    for call, what in ((step, "step"), (close, "close"), (step, "step")):
+      with pytest.raises(isolation.Fault, match=f"{what} took over"):
+        await isolation.guarded(
+          call, 0.05, what, watch, "episode 3", " of the environment"
+        )
+
+  try:
+    asyncio.run(run())
+  finally:
+    gate.set()
+  blocked, waiting = told  # Two kinds, each once.
+  assert blocked.startswith(
+    "episode 3: step of the environment took over 0.05 s, in:\n"
+  )
+  in_thread = blocked[blocked.index("thread environment is in:") :]
+  assert "in step" in blocked
+  assert "in play_that_hangs" in in_thread
+  assert "in wait_that_hangs" in waiting.partition("thread ")[0]

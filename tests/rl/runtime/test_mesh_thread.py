@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl.runtime import mesh_thread
+from rl.runtime import mesh_thread, trace
+from tests.helpers import machine_speed
 
 pytestmark = pytest.mark.compiled
 
@@ -42,7 +43,7 @@ def test_a_cancelled_caller_leaves_the_program_running(thread):
 
   def slow():
     begun.set()
-    go.wait(10)
+    go.wait(machine_speed.scaled(10))
     order.append("slow")
 
   async def scenario():
@@ -95,7 +96,7 @@ def test_programs_are_queued_at_once_and_answer_in_order(thread):
   go, order = threading.Event(), []
 
   def work(i):
-    go.wait(10)
+    go.wait(machine_speed.scaled(10))
     order.append(i)
     return i
 
@@ -126,3 +127,23 @@ def test_a_closed_thread_refuses_work_after_what_is_queued(spans):
 
   asyncio.run(scenario())
   assert order == [1]
+
+
+def test_a_program_that_hangs_is_known_until_it_ends(monkeypatch):
+  monkeypatch.setattr(mesh_thread, "_CLOSE_S", 0.01)
+  thread, go = (
+    mesh_thread.MeshThread("decode", trace.Trace(None)),
+    threading.Event(),
+  )
+
+  async def scenario():
+    hung = thread.submit("decode", lambda: go.wait(machine_speed.scaled(60)))
+    hung.add_done_callback(lambda _: None)
+    thread.close()
+    assert mesh_thread.is_one_left_behind()
+    go.set()
+    await hung
+
+  asyncio.run(scenario())
+  thread._thread.join()
+  assert not mesh_thread.is_one_left_behind()

@@ -34,9 +34,6 @@ from tests.helpers.real_programs import on_mesh
 
 pytestmark = pytest.mark.compiled
 
-# Sums over meshes are compared to 1e-5.
-optimised = real_programs.optimised
-
 OBJECTIVE = objective.Objective(
   loss=losses.ClippedSurrogate(clip_low=0.2, clip_high=0.28),
   entropy_bonus=0.1,
@@ -283,27 +280,28 @@ def test_an_update_writes_each_leaf_into_the_memory_that_it_gives_up(
   ],
   ids=str,
 )
-def test_meshes_agree_with_one_device(
-  config, programs, params, packed, total, shape, tmp_path
-):
+def test_meshes_agree_with_one_device(config, params, packed, shape, tmp_path):
   expert = shape[1]
-  mesh_programs = build(config, *shape)
-  sums = on_mesh(accumulate, mesh_programs, params, [packed])
+  # Programs of their own, which nothing else has compiled.
+  mesh_programs, alone = build(config, *shape), build(config)
+  with real_programs.optimised():
+    sums, total = (
+      on_mesh(accumulate, programs, params, [packed])
+      for programs in (mesh_programs, alone)
+    )
+    (state, _), (one, _) = (
+      on_mesh(step, programs, fresh(programs, params), [packed])
+      for programs in (mesh_programs, alone)
+    )
+    scores = on_mesh(score, mesh_programs, state.params, packed)
+    expected = on_mesh(score, alone, one.params, packed)
   assert_close(sums.grads, total.grads, rtol=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
     sums.sums,
     total.sums,
   )
-  state = fresh(mesh_programs, params)
-  state, _ = on_mesh(step, mesh_programs, state, [packed])
-  one, _ = on_mesh(step, programs, fresh(programs, params), [packed])
-  np.testing.assert_allclose(
-    on_mesh(score, mesh_programs, state.params, packed),
-    on_mesh(score, programs, one.params, packed),
-    rtol=1e-5,
-    atol=1e-5,
-  )
+  np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
   # A moment lies where its parameter does, the experts' one `expert`-th each.
   shardings = params_shardings(mesh_programs)
   for name in ("mu", "nu"):

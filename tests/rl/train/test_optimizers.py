@@ -331,7 +331,7 @@ def test_defaults_can_work(kind):
     (Adafactor(decay_exponent=0.0), r"adafactor\.decay_exponent=0\.0 must"),
     (
       Muon(schedule=ConstantRate(warmup_updates=-4)),
-      r"constant_rate\.warmup_updates=-4 must be at least 0",
+      r"schedule\.warmup_updates=-4 must be at least 0",
     ),
   ],
 )

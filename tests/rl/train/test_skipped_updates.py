@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from typing import Any, Literal
 
 import jax
@@ -147,7 +148,8 @@ def test_a_crash_on_the_way_leaves_nothing_that_looks_like_an_update(
 
 
 @pytest.mark.parametrize(
-  "damage", ["gone", "empty", "cut", "no parameters", "owners"]
+  "damage",
+  ["gone", "empty", "cut", "a pipe", "no parameters", "owners", "deep owners"],
 )
 def test_what_is_damaged_is_named(tmp_path, programs, state, damage):
   path = skipped_updates.Quarantine(tmp_path).keep(state, [PLAIN], 5, 1)
@@ -159,9 +161,13 @@ def test_what_is_damaged_is_named(tmp_path, programs, state, damage):
       file.write_bytes(b"")
     case "cut":
       file.write_bytes(file.read_bytes()[:-40])
-    case "owners":
+    case "a pipe":
+      file.unlink()
+      os.mkfifo(file)
+    case "owners" | "deep owners":
       name = "owners.json"
-      (path / name).write_text("[[1, 2]]")
+      deep = damage == "deep owners"
+      (path / name).write_text("[" * 100_000 if deep else "[[1, 2]]")
     case "no parameters":
       name = "state"
       for part in (path / name).rglob("*"):
