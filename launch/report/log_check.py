@@ -51,7 +51,7 @@ class SourceCounts:
     submitted: places in the order of submission. The weights of the sources
       assign them, so this is the mix that was requested; the place of a
       redundant group is assigned again, and counts once.
-    trained: groups of its tasks.
+    trained: groups of its tasks of which tokens were trained.
     too_slow: places that it lost because it was too slow for the bound.
     attempts: at those places.
   """
@@ -71,7 +71,7 @@ class Verdict:
     checks: the promises that were checked, a line each; empty without
       settings.
     violations: a sentence each.
-    lags: trained groups by T - F.
+    lags: groups of which tokens were trained, by T - F.
     faults: by status.
     sources: by name.
     rounds: trained, in whole or in part.
@@ -199,7 +199,8 @@ class Mix:
         source.too_slow += 1
         source.attempts += event["attempts"]
       case "trained" if event["group"] in self._last:
-        self.sources[self._last[event["group"]]].trained += 1
+        source = self.sources[self._last[event["group"]]]
+        source.trained += bool(event["tokens"])
         self._end(event["group"])
       case "dropped" if self._is_redundant(event):
         self.sources[self._first[event["group"]]].submitted -= 1
@@ -335,7 +336,8 @@ def _missing(metrics: pathlib.Path, rounds: int) -> list[str]:
   """
   if not metrics.is_file():
     return []
-  rows = metrics.read_bytes().count(b"\n")
+  with metrics.open("rb") as file:
+    rows = sum(line.endswith(b"\n") for line in file)
   if rows <= rounds + 1:
     return []
   return [
@@ -389,12 +391,12 @@ def _read(path: pathlib.Path, reader: "LogReader") -> Verdict:
     return reader.verdict(log, survivors)
   except LookupError as error:
     raise UnreadableLog(f"{path.name}: an event lacks {error}") from error
-  except TypeError as error:
+  except segments.Damaged as error:
+    raise UnreadableLog(str(error)) from error
+  except (TypeError, ValueError, OverflowError, AttributeError) as error:
     raise UnreadableLog(
       f"{path.name}: a field of an event is of another type: {error}"
     ) from error
-  except segments.Damaged as error:
-    raise UnreadableLog(str(error)) from error
 
 
 _GIVEN = ("_promised", "_bound", "_ledgers", "_checker")
@@ -507,7 +509,8 @@ class LogReader:
     self._census.observe(event)
     self._phases.observe(event)
     if event["kind"] == "trained":
-      self._lags[event["version"] - event["first_version"]] += 1
+      if event["tokens"]:
+        self._lags[event["version"] - event["first_version"]] += 1
       self.rounds = max(self.rounds, event["version"] + 1)
     elif event["kind"] == "fault":
       self._faults[event["status"]] += 1

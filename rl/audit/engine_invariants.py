@@ -294,6 +294,8 @@ class Members(invariant.Invariant):
   def __init__(self, context: invariant.Context):
     super().__init__(context)
     self._serving: set[int] = set()
+    # Engines that have had a session: those that only encode never have one.
+    self._decoding: set[int] = set()
     self._leaving: set[int] = set()
     self._lost: set[int] = set()
     self._left_t: dict[int, float] = {}
@@ -352,13 +354,14 @@ class Members(invariant.Invariant):
     self._homes[event_log.member(event)] = engine
     if engine in self._left_t:
       self.report(f"{_member(event)}: admitted by an engine that has left")
-    elif engine in self._leaving and self._serving:
+    elif engine in self._leaving and (able := self._serving & self._decoding):
       self.report(
         f"{_member(event)}: admitted by engine {engine}, which is to leave, "
-        f"although engine {min(self._serving)} serves"
+        f"although engine {min(able)} serves"
       )
     elif engine not in self._leaving | self._lost:
       self._serving.add(engine)
+    self._decoding.add(engine)
 
   def _on_moved(self, event: event_log.Event) -> None:
     place, engine = _place(event["session"]), event["engine"]
@@ -366,6 +369,7 @@ class Members(invariant.Invariant):
       self.report(
         f"session {event['session']} moved to an engine that has left"
       )
+    self._decoding.add(engine)
     if place in self._homes:
       self._homes[place] = engine
 
@@ -402,6 +406,7 @@ class RoutedSessions(invariant.Invariant):
 
   def _on_preference(self, event: event_log.Event) -> None:
     self._preferences[event["source"]] = event["wanted"]
+    self._told = None  # A restart: its session begins once more.
 
   def _on_submitted(self, event: event_log.Event) -> None:
     self._sources[event["group"], event["attempt"]] = event["source"]

@@ -45,6 +45,8 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   moved          session, engine          its engine was lost
   fallback       session, wanted, engine  served by hardware of another kind;
                  right before its session is admitted or moved
+  prefill_missed  session, engine, reason  that engine should have encoded a
+                 request, and its own does
   source_too_slow  group, attempt, source, task, attempts  too old, too often
   resumed        trained, next_group      a restart goes on after so many rounds
   restored       group, attempt, tokens, first_version    ready before a restart
@@ -123,6 +125,7 @@ KINDS = OF_ATTEMPT | {
   "engine_left",
   "moved",
   "fallback",
+  "prefill_missed",
   "source_too_slow",
   "resumed",
 }
@@ -142,6 +145,8 @@ _BACK = ("engine_back", "engine_joined")
 
 # At 4 us each a flush keeps the event loop for no longer than 4 ms.
 _FLUSH_EVERY = 1000
+# Without an engine a round may not end, and who reads the log wants to know.
+_FLUSHED_AT_ONCE = frozenset({"engine_lost", "engine_given_up"})
 _BLOCK = 1 << 16
 _parse = json.JSONDecoder().raw_decode
 # Events are never circular, so the encoder need not look for circles.
@@ -152,7 +157,8 @@ class EventLog:
   """Records events and appends them, buffered, to JSON lines on disk.
 
   All methods belong to one event loop. Its owner calls `flush` once a round;
-  a long round is flushed on the way, so memory stays flat.
+  a long round is flushed on the way, so memory stays flat, and so is the loss
+  of an engine.
 
   Args:
     path: appended to, so a resumed run keeps its history, and its times go on
@@ -197,7 +203,9 @@ class EventLog:
       self.events.append(event)
     for listener in self.listeners:
       listener(event)
-    if self.file is None or len(self.events) < _FLUSH_EVERY:
+    if self.file is None or (
+      len(self.events) < _FLUSH_EVERY and kind not in _FLUSHED_AT_ONCE
+    ):
       return
     if self.file.try_append(map(_encode, self.events)):
       self.events.clear()
@@ -562,9 +570,11 @@ def _only(log: Iterable[Event], kinds: Collection[str]) -> Iterable[Event]:
 
 def _stays(stretches: Sequence[_Stretch], number: int, event: Event) -> bool:
   """True when an event of a stretch survives every later restart."""
+  kind = event["kind"]
+  if number + 1 == len(stretches) and kind != "restored":
+    return True  # There is none: most events come after the last restart.
   later = stretches[number + 1 :]
   floor = _floor(later)
-  kind = event["kind"]
   if kind in OF_PUBLISH:
     return event["version"] <= floor
   if kind in _OF_LEARNER:

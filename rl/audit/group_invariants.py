@@ -1,5 +1,6 @@
 """Promises about one attempt at a group, checked when the attempt is over."""
 
+import collections
 import itertools
 from collections.abc import Iterator
 
@@ -241,8 +242,38 @@ class OnPolicy(AttemptInvariant):
 class OneStepOff(AttemptInvariant):
   """The lag is exactly 1; in the first round, which nothing precedes, 0.
 
-  An attempt that is played again, after a drop or a restart, may be younger.
+  An attempt that is played again, after a drop or a restart, may be younger,
+  and so may one that waited over a publish for engines that were lost.
   """
+
+  def __init__(self, context: invariant.Context):
+    super().__init__(context)
+    self._lost: set[int] = set()
+    # Versions published while an engine was lost, the newest ones: an attempt
+    # is over a few publishes after it was trained, at the latest.
+    self._missed: collections.deque[int] = collections.deque(maxlen=8)
+    self._newest = 0
+
+  def _on_engine_lost(self, event: _Event) -> None:
+    self._lost.add(event["engine"])
+
+  def _on_engine_back(self, event: _Event) -> None:
+    self._lost.discard(event["engine"])
+    # Within a publish, it serves what others still wait for.
+    if event["version"] > self._newest:
+      self._missed.append(event["version"])
+
+  _on_engine_joined = _on_engine_back
+
+  def _on_engine_left(self, event: _Event) -> None:
+    self._lost.discard(event["engine"])
+
+  _on_engine_given_up = _on_engine_left  # Nothing waits for it.
+
+  def _on_published(self, event: _Event) -> None:
+    self._newest = event["version"]
+    if self._lost:
+      self._missed.append(event["version"])
 
   @staticmethod
   def binds(schedule: overlap.Overlap) -> bool:
@@ -255,8 +286,11 @@ class OneStepOff(AttemptInvariant):
     )
 
   def _of_trained(self, attempt: _Attempt, trained: _Event) -> _Violations:
-    at, lag = trained["version"], trained["version"] - trained["first_version"]
-    if not attempt.number and not attempt.replayed and lag != min(at, 1):
+    at, first = trained["version"], trained["first_version"]
+    if attempt.number or attempt.replayed:
+      return
+    waited = any(attempt.begun_at < v <= first for v in self._missed)
+    if (lag := at - first) != min(at, 1) and not waited:
       yield f"trained in round {at} with a lag of {lag}"
 
 

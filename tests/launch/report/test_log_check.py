@@ -198,7 +198,7 @@ def test_a_source_that_is_too_slow_is_named_with_its_places_and_attempts(
 def test_a_restored_group_without_its_history_is_of_no_known_source():
   mix = log_check.Mix()
   mix.observe({"kind": "restored", "group": 3, "attempt": 0})
-  mix.observe({"kind": "trained", "group": 3, "attempt": 0})
+  mix.observe({"kind": "trained", "group": 3, "tokens": 10})
   assert mix.sources == {
     "unknown": log_check.SourceCounts(submitted=1, trained=1)
   }
@@ -207,6 +207,19 @@ def test_a_restored_group_without_its_history_is_of_no_known_source():
 def test_a_run_without_a_group_size_has_that_of_the_defaults(run_dir):
   data = {"overlap": overrides.to_json(SCHEDULE)}
   assert log_check.schedule_of(data) == (SCHEDULE, 8)
+
+
+def test_a_group_of_which_no_token_was_trained_is_not_counted_as_trained(
+  run_dir,
+):
+  none = {"tokens": 0, "masked": 20, "used": []}
+  log = event_logs.change(LOG, "trained", where={"group": 9}, **none)
+  _write(run_dir / "events.jsonl", log)
+  found = log_check.of_run(run_dir)
+  # Group 9 is of round 2, and all groups of that have a lag of 1.
+  assert found.lags == {0: 4, 1: 235}
+  assert sum(source.trained for source in found.sources.values()) == 239
+  assert found.violations == []
 
 
 def test_a_log_without_a_schedule_is_read_but_not_checked(run_dir):
@@ -247,15 +260,16 @@ def test_a_log_in_segments_gets_the_verdict_of_one_in_a_piece(run_dir):
 @pytest.mark.parametrize(
   ("kind", "changes"),
   [
-    # Both are seen when the verdict is made; a search found them.
+    # The first two are seen when the verdict is made; a search found them all.
     ("admitted", {"index": None}),
     ("submitted", {"source": None}),
+    ("ended", {"versions": "0"}),
   ],
 )
 def test_a_field_of_another_type_makes_a_log_unreadable(run_dir, kind, changes):
   log = event_logs.change(LOG, kind, where={"group": 239}, **changes)
   _write(run_dir / "events.jsonl", log)
-  with pytest.raises(log_check.UnreadableLog, match="of another type: '<"):
+  with pytest.raises(log_check.UnreadableLog, match="of another type"):
     log_check.of_run(run_dir)
 
 

@@ -217,6 +217,8 @@ BROKEN = {
     # The last one takes what there is, and the number is free again.
     [*leaves(0, "leaving"), begins(0)],
     [joins(1), *_GONE, joins(1), *_GONE],
+    # Engine 1 may be one that only encodes prompts.
+    [joins(1), *leaves(0, "leaving"), begins(0), *_GONE],
   ],
 )
 def test_engines_may_come_and_go(events):
@@ -362,6 +364,14 @@ def test_a_session_is_where_its_source_prefers_or_a_fallback_is_told(
   violations = logs.broken(_routed(engine, **told), logs.IN_FLIGHT)
   assert len(violations) == bool(found)
   assert found in " ".join(violations)
+
+
+def test_a_fallback_before_a_restart_tells_of_no_session_after_it():
+  log = _routed(0)
+  i = logs.place(log, "fallback") + 1
+  again = {"t": log[i]["t"], "kind": "preference", "source": "maze"}
+  log.insert(i, again | {"wanted": "big"})
+  assert logs.broken(log, logs.IN_FLIGHT) == []
 
 
 def test_a_session_that_moves_follows_its_preference_as_well():

@@ -37,6 +37,16 @@ def test_a_log_is_on_disk_up_to_the_last_flush_and_the_rest_in_memory(tmp_path):
   assert [e["group"] for e in event_log.LogFile(path)] == [0, 1]
 
 
+def test_the_loss_of_an_engine_is_on_disk_at_once(tmp_path):
+  path = tmp_path / "events.jsonl"
+  log = event_log.EventLog(path)
+  log.emit("published", version=1)
+  assert not list(event_log.LogFile(path))
+  log.emit("engine_lost", engine=0, reason="it is silent")
+  kinds = [event["kind"] for event in event_log.LogFile(path)]
+  assert kinds == ["published", "engine_lost"]
+
+
 def test_memory_is_flat_in_a_round_that_is_never_flushed(tmp_path):
   log = event_log.EventLog(tmp_path / "events.jsonl")
   most = 0

@@ -45,6 +45,7 @@ def _faulty(log):
   return [*log[:i], fault, *log[i + 1 :]]
 
 
+_LATE = "one step off with a group that began a version later"
 BROKEN = {
   "a group without one of its members": (
     logs.change(_IN_FLIGHT, "trained", members=[1], used=[], tokens=0),
@@ -200,7 +201,7 @@ BROKEN = {
       "group 3: member 1 has tokens of [0] in round 1",
     ],
   ),
-  "one step off with a group that began a version later": (
+  _LATE: (
     logs.began(_ONE_STEP, 3, 1),
     logs.ONE_STEP,
     [
@@ -209,6 +210,38 @@ BROKEN = {
     ],
   ),
 }
+
+
+def test_who_waits_over_a_publish_for_a_lost_engine_may_be_younger():
+  log, schedule, found = BROKEN[_LATE]
+  lost = {
+    "t": log[0]["t"],
+    "kind": "engine_lost",
+    "engine": 9,
+    "reason": "gone",
+  }
+  back = {"t": log[0]["t"], "kind": "engine_back", "engine": 9, "version": 0}
+  late = "group 3: trained in round 1 with a lag of 0"
+  assert late in found
+  assert late in logs.broken([lost, back, *log], schedule)
+  assert late not in logs.broken([lost, *log], schedule)
+
+
+def test_engines_that_come_back_in_a_publish_or_never_excuse_no_one_else():
+  log, schedule, _ = BROKEN[_LATE]
+  late = "group 3: trained in round 1 with a lag of 0"
+  lost = {
+    "t": log[0]["t"],
+    "kind": "engine_lost",
+    "engine": 9,
+    "reason": "gone",
+  }
+  i = logs.place(log, "published", version=1)
+  back = {"t": log[i]["t"], "kind": "engine_back", "engine": 9, "version": 1}
+  # It has the version that others are still given.
+  assert late not in logs.broken([lost, *log[:i], back, *log[i:]], schedule)
+  ends = {**lost, "kind": "engine_given_up", "attempts": 0}
+  assert late in logs.broken([lost, ends, *log], schedule)
 
 
 def test_a_fault_that_is_masked_breaks_nothing():
@@ -291,11 +324,7 @@ def test_a_restored_group_that_is_never_taken_is_lost(rounds, found):
 @pytest.mark.parametrize(
   ("name", "schedule", "found"),
   [
-    (
-      "one step off with a group that began a version later",
-      logs.BOUNDED,
-      _NEWER,
-    ),
+    (_LATE, logs.BOUNDED, _NEWER),
     ("a drained run with two versions in a sequence", logs.IN_FLIGHT, []),
   ],
 )
