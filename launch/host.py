@@ -14,6 +14,7 @@ encrypted: use a private network, or a tunnel of ssh.
 
 import pathlib
 import signal
+import sys
 import threading
 
 from absl import app
@@ -21,6 +22,7 @@ from absl import flags as absl_flags
 
 from launch.cli import flags
 from rl.backends import host
+from rl.runtime import log_line
 
 _LISTEN = absl_flags.DEFINE_string(
   "listen", "127.0.0.1:7000", "Address and port; port 0 takes a free one."
@@ -31,6 +33,12 @@ _TOKEN_FILE = absl_flags.DEFINE_string(
 _SLOTS = absl_flags.DEFINE_integer(
   "slots", 1, "Programs at the same time.", lower_bound=1
 )
+_ONLY = absl_flags.DEFINE_string(
+  "only",
+  "",
+  "Names of the programs that it takes: engine, learner, 'learner 0' for the"
+  " first process of a learner, or run for runs of a sweep. All by default.",
+)
 
 
 @flags.command
@@ -40,13 +48,13 @@ def main() -> None:
     token = host.read_token(pathlib.Path(_TOKEN_FILE.value))
     where = host.address_of(_LISTEN.value, "--listen")
     try:
-      server = host.Host(where, token, _SLOTS.value)
+      server = host.Host(where, token, _SLOTS.value, _ONLY.value)
     except OSError as error:
       raise ValueError(
         f"--listen={_LISTEN.value}: {error.strerror}; use an address of this "
         "host and a free port"
       ) from error
-  print(f"listening at {server.address}", flush=True)
+  log_line.tell(f"listening at {server.address}", sys.stdout)
   # `shutdown` waits for the loop that a handler would interrupt.
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(

@@ -1,4 +1,4 @@
-"""launch.manifest prints a JobSet of one pod, or says why a host cannot do.
+"""launch.manifest prints a JobSet of one or several hosts, or why it cannot.
 
 The schema is that of the fields in use, written from the JobSet API
 (v1alpha2) and those of Kubernetes' jobs and pods.
@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from launch import manifest
+from launch.cli import flags
+from rl.backends import addresses
 from rl.settings import overrides
 from tests.helpers import commands
 
@@ -33,6 +35,10 @@ def printed(*arguments, accelerator="tpu-v6e-slice"):
 
 def pod_of(text):
   (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+  return pod_in(job)
+
+
+def pod_in(job):
   return job["template"]["spec"]["template"]["spec"]
 
 
@@ -48,10 +54,71 @@ def test_it_prints_what_it_did():
   assert done.stdout.startswith("# Never run on a cluster")
 
 
-@pytest.mark.parametrize("name", ["tpu-v5p-slice", "nvidia-h100-80gb"])
-def test_what_it_prints_has_the_fields_of_a_job_set(name):
-  done = printed(accelerator=name)
+MANY = (
+  "--name=numbers",
+  "--secret=token",
+  "--config.batch.tail_rows=none",
+  "--noconfig.chat",
+  "--config.initial=/runs/qwen3",
+  "--config.placement.colocated=false",
+  "--config.placement.decode_processes=1",
+  "--config.placement.learner_processes=2",
+  "--config.placement.learner.data=8",
+)
+
+
+def test_it_prints_the_pods_of_several_hosts():
+  done = printed(*MANY, "--config.placement.replicas=2")
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == (GOLDEN / "job_set_of_hosts.yaml").read_text()
+
+
+@pytest.mark.compiled
+def test_the_command_of_several_hosts_is_one_that_trains():
+  done = printed(*MANY, "--config.placement.replicas=2")
+  run, learner, engine = yaml.safe_load(done.stdout)["spec"]["replicatedJobs"]
+  command = pod_in(run)["containers"][0]["command"]
+  (backend,) = [x for x in command if x.startswith("--backend=")]
+  given = flags.read_backend(backend.removeprefix("--backend="))
+  # A pod of each process has a name, as JobSet gives it.
+  assert isinstance(given, addresses.KnownAddresses)
+  assert given.at == tuple(
+    f"numbers-{job['name']}-0-{number}.numbers:7000"
+    for job in (learner, engine)
+    for number in range(job["template"]["spec"]["completions"])
+  )
+  explained = [x for x in command[2:] if not x.startswith("--workdir")]
+  done = commands.run(*explained, "--explain")
+  assert done.returncode == 0, done.stderr
+  assert "it fits the 72.0 GiB that each device can give" in done.stdout
+
+
+@pytest.mark.parametrize(
+  ("arguments", "accelerator"),
+  [
+    ((), "tpu-v5p-slice"),
+    ((), "nvidia-h100-80gb"),
+    (MANY, "tpu-v5p-slice"),
+    (MANY, "nvidia-h100-80gb"),
+  ],
+)
+def test_what_it_prints_has_the_fields_of_a_job_set(arguments, accelerator):
+  done = printed(*arguments, accelerator=accelerator)
   jsonschema.validate(yaml.safe_load(done.stdout), SCHEMA)
+
+
+def test_gpus_are_divided_among_hosts_as_the_placement_says():
+  done = printed(*MANY, accelerator="nvidia-h100-80gb")
+  run, learner, engine = yaml.safe_load(done.stdout)["spec"]["replicatedJobs"]
+  limits = [
+    pod_in(job)["containers"][0].get("resources")
+    for job in (run, learner, engine)
+  ]
+  assert limits == [
+    None,
+    {"limits": {"nvidia.com/gpu": 4}},
+    {"limits": {"nvidia.com/gpu": 1}},
+  ]
 
 
 def test_the_schema_knows_no_other_fields():
@@ -85,7 +152,20 @@ def test_the_pod_has_the_devices_of_the_placement():
     (
       ["--config.placement.colocated=false", "--config.placement.replicas=8"],
       "the placement needs 9 devices, and one host with "
-      "--accelerator=tpu-v6e-slice has 8: a run has one host so far; lower",
+      "--accelerator=tpu-v6e-slice has 8; lower the sizes of its meshes or",
+    ),
+    (
+      [x for x in MANY if not x.startswith("--secret")],
+      "--secret is missing",
+    ),
+    (
+      [*MANY, "--config.placement.learner.data=4"],
+      "placement.learner has 4 devices in 2 processes, and no slice of "
+      "--accelerator=tpu-v6e-slice is such; it may have 2 processes and 8",
+    ),
+    (
+      [*MANY, "--config.placement.decode_processes=0"],
+      "a learner of several processes runs on CPUs so far, not on a TPU",
     ),
     (
       ["--config.placement.decode_processes=1"],
