@@ -10,8 +10,9 @@ from collections.abc import Callable
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, known_programs, workdir
-from launch.run import load_run, steps
+from launch.cli import flags, known_programs, steps, workdir
+from launch.report import frozen
+from launch.run import load_run
 from rl import experiment as experiment_lib
 from rl.rollout import evaluate, grading
 from twinmesh import error_codes
@@ -30,7 +31,10 @@ absl_flags.adopt_module_key_flags(known_programs)
 
 @flags.command
 def main() -> None:
-  """Plays held-out tasks; prints the success rate with its interval."""
+  """Plays held-out tasks; prints the success rate with its interval.
+
+  The exit code is 1 if no episode could be graded.
+  """
   with flags.exit_on_setting_error():
     experiment = workdir.read_trained(_RUN.value)
     if _TEMPERATURE.value is not None:
@@ -42,14 +46,21 @@ def main() -> None:
   run_dir = pathlib.Path(_RUN.value)
   with steps.Steps(sys.stderr) as shown:
     step, outcome = asyncio.run(_evaluate(experiment, run_dir, shown.phase))
-  print(
-    f"{experiment.environment.name} after {step} rounds: success "
-    f"{outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "
+  found = (
+    f"success {outcome.success:.1%} [{outcome.low:.1%}, {outcome.high:.1%}] "
     f"(95 % Wilson) on {outcome.episodes} held-out episodes, mean reward "
-    f"{outcome.reward:.3f}, {outcome.faults} faults"
+    f"{outcome.reward:.3f}"
+  )
+  if not outcome.episodes:
+    found = "no episode could be graded"
+  print(
+    f"{experiment.environment.name} after {step} rounds: {found}, "
+    f"{outcome.faults} faults"
     + (f", most of them {outcome.fault}" if outcome.fault else "")
   )
-  print(json.dumps({"round": step, **dataclasses.asdict(outcome)}))
+  row = {"round": step, **dataclasses.asdict(outcome)}
+  print(json.dumps(frozen.finite(row)))
+  sys.exit(0 if outcome.episodes else 1)
 
 
 async def _evaluate(

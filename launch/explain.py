@@ -128,6 +128,9 @@ def _pool(
   words = "" if pool.name == "decode" else f", pool {pool.name}"
   words += "" if pool.kind == "any" else f" for {pool.kind}"
   words += f", {pool.replicas} replicas" if pool.replicas > 1 else ""
+  if pool.role == "prefill":
+    least = experiment.routing.min_prefill_ids
+    words += f", which encodes {least} or more new ids for the other pools"
   if pool.processes:
     words += ", each in a process of its own; the memory that processes share"
     words += " holds a version of the weights, and the next while it arrives"

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, known_programs, workdir
-from launch.run import load_run, steps
+from launch.cli import flags, known_programs, steps, workdir
+from launch.run import load_run
 from models import lora
 from models.chat import word_chat
 from models.hf import export, peft

@@ -22,10 +22,11 @@ from typing import TextIO
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, workdir
+from launch.cli import flags, steps, workdir
 from rl import experiment
 from rl.planning import calibration, plan_config, search
 from rl.planning import problem as problem_lib
+from rl.runtime import log_line
 from rl.settings import overrides
 from twinmesh import error_codes
 
@@ -54,8 +55,18 @@ def main() -> None:
       run_dir = pathlib.Path(_CALIBRATE.value)
       problem = calibration.apply(problem, run_dir, _KIND.value)
     base = _load_base(problem)
-    waiting, refused = search.candidates(problem, _fits(problem, base))
-  plan = search.best_of(problem, waiting, refused, _log)
+  with steps.Steps(sys.stderr) as shown:
+    shown.phase("bounding the step of every choice")
+    with flags.exit_on_setting_error():
+      waiting, refused = search.candidates(problem, _fits(problem, base))
+
+    def estimated(
+      problem: problem_lib.Planning, candidate: search.Candidate
+    ) -> search.ChoiceEstimate:
+      shown.phase(f"simulating {_name(candidate.choice)}")
+      return search.estimate(problem, candidate)
+
+    plan = search.best_of(problem, waiting, refused, _log, estimated)
   show(plan, problem, sys.stdout)
   if base is not None and _OUT.value is not None:
     write(plan, problem, base, _BASE.value or "", pathlib.Path(_OUT.value))
@@ -97,11 +108,12 @@ def _fits(
 
 
 def _log(one: search.ChoiceEstimate) -> None:
-  print(
-    f"simulated {one.choice.split}, {one.choice.schedule}: "
-    f"{_short(one.result.step_s)} s a step",
-    file=sys.stderr,
-  )
+  step = f"{_short(one.result.step_s)} s a step"
+  log_line.tell(f"simulated {_name(one.choice)}: {step}")
+
+
+def _name(choice: problem_lib.FleetChoice) -> str:
+  return f"{choice.split}, {choice.schedule}"
 
 
 def show(
@@ -162,7 +174,7 @@ def summary(
 ) -> Iterator[str]:
   """Yields the best choice, its result, and the extent of the search."""
   best = plan.best
-  yield f"plan: {best.choice.split}, {best.choice.schedule}"
+  yield f"plan: {_name(best.choice)}"
   yield (
     f"a step takes {_short(best.result.step_s)} s and costs "
     f"{_short(best.cost)}; {best.share:.0%} of it goes to the "

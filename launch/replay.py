@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, jax_setup, known_programs, workdir
+from launch.cli import flags, jax_setup, known_programs, steps, workdir
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
@@ -48,7 +48,10 @@ def main(argv: list[str]) -> None:
     experiment = workdir.read(path.resolve().parents[1])
     jax_setup.prepare(experiment.placement)
     programs, skipped = read(path, experiment)
-  sys.exit(replay(programs, skipped, print, where=_WHERE.value))
+  with steps.Steps(sys.stderr) as shown:
+    shown.phase("replaying the update")
+    code = replay(programs, skipped, print, where=_WHERE.value)
+  sys.exit(code)
 
 
 def resolve(argument: str) -> pathlib.Path:

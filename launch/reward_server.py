@@ -28,6 +28,7 @@ from envs.offload import http, process_pool, wire
 from launch.cli import flags
 from launch.http import access, disconnect, http_server, json_fields
 from launch.run import signals
+from rl.runtime import log_line
 from rl.settings import annotations
 
 _REWARD = absl_flags.DEFINE_string(
@@ -145,7 +146,7 @@ async def _on_error(
   if isinstance(error, disconnect.ClientGone):
     return responses.Response(status_code=499)  # The client cannot read it.
   status = error.status if isinstance(error, json_fields.BadRequest) else 500
-  text = f"{type(error).__name__}: {error}" if status == 500 else str(error)
+  text = base.reason(error) if status == 500 else str(error)
   asks = {"www-authenticate": "Bearer"} if status == 401 else None
   return responses.JSONResponse({"error": text}, status, asks)
 
@@ -211,10 +212,10 @@ async def _serve(
   function: Function, port: socket.socket, tls: http_server.Tls | None
 ) -> None:
   stopping = asyncio.Event()
-  signals.Signals(stopping.set, lambda text: print(text, file=sys.stderr))
+  signals.Signals(stopping.set, log_line.tell)
   try:
     async with http_server.listening(function.app, port, tls=tls) as address:
-      print(f"rewards are computed at {address}", flush=True)
+      log_line.tell(f"rewards are computed at {address}", sys.stdout)
       await stopping.wait()
   finally:
     await function.close()

@@ -24,13 +24,14 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch import served_model
-from launch.cli import flags, known_programs
+from launch.cli import flags, known_programs, steps
 from launch.gateway import app as openai_app
 from launch.gateway import session_record
 from launch.http import access, admission, connections, http_server
-from launch.run import signals, steps
+from launch.run import signals
 from models.chat import hf_chat
 from rl.agents import sessions
+from rl.runtime import log_line
 from rl.settings import overrides
 
 _RUN = absl_flags.DEFINE_string(
@@ -137,7 +138,7 @@ def _rules(port: socket.socket) -> access.Access:
   address, path = port.getsockname()[0], _API_KEY_FILE.value
   rules = access.of_flags(_HOST.value, address, path, _ALLOW_HOST.value)
   if rules.hosts is None and _TLS_KEY.value is None:
-    _progress(
+    log_line.tell(
       "without --tls_certificate and --tls_key anyone on the way can read keys "
       "and conversations"
     )
@@ -160,14 +161,10 @@ def _loading(
   if model is not None and run is None:
     hosting = served_model.read_directory(model, changes)
     chat = hf_chat.HfChat.load(model)
-    _progress(served_model.memory(hosting))
+    log_line.tell(served_model.memory(hosting))
     directory = pathlib.Path(model)
     return served_model.of_directory(hosting, directory, chat, report)
   raise overrides.SettingError("name one of --run=DIR and --model=DIR")
-
-
-def _progress(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
 
 
 class _Server:
@@ -199,7 +196,7 @@ class _Server:
     """
     current, stopping = asyncio.current_task(), asyncio.Event()
     assert current is not None
-    handlers = signals.Signals(current.cancel, _progress)
+    handlers = signals.Signals(current.cancel, log_line.tell)
     try:
       async with loading as served:
         on_loaded()
@@ -247,9 +244,9 @@ class _Server:
       ) as address:
         version = served.engine.stats().version
         with handlers.calling(stopping.set):
-          print(
+          log_line.tell(
             f"{served.name}, version {version}, is served at {address}/v1",
-            flush=True,
+            sys.stdout,
           )
           await stopping.wait()
           await _drain(admitted)
@@ -258,9 +255,9 @@ class _Server:
     finally:
       try:
         if count := opened.close():
-          _progress(f"{count} sessions were not finished")
+          log_line.tell(f"{count} sessions were not finished")
       except session_record.Unrecorded as error:
-        _progress(f"{len(opened)} sessions are lost: {error}")
+        log_line.tell(f"{len(opened)} sessions are lost: {error}")
         self._is_lossy = True
 
 

@@ -35,8 +35,12 @@ def main(argv: Sequence[str]) -> None:
     rounds = _rounds(run_dir)
   try:
     state, why = status_server.ask(run_dir), ""
+  except FileNotFoundError:
+    state, why = None, ""
+  except ConnectionRefusedError:
+    state, why = None, "its process is gone; the same command goes on"
   except OSError as error:
-    state, why = None, str(error.strerror or error)
+    state, why = None, f"no process answers ({error.strerror or error})"
   lines = list(told(run_dir, rounds, state, why, time.time()))
   print("\n".join(lines))
   sys.exit(state is None)
@@ -71,17 +75,27 @@ def told(
 
   Args:
     rounds: that the run is to have.
-    state: see `status_server.ask`; None if nothing answers, and `why`.
+    state: see `status_server.ask`; None if nothing answers.
+    why: nothing does; "" if no process has said where it listens.
     now_s: seconds since the epoch.
   """
-  if state is None:
-    yield f"{run_dir}: no process answers ({why})"
-  else:
+  file = run_dir / "metrics.jsonl"
+  last = _last_round(file)
+  if state is not None:
     yield f"{run_dir}: {state['doing']}, process {state['pid']}"
-  yield _last_round(run_dir / "metrics.jsonl", rounds, now_s)
-  saved = [n for n in workdir.checkpoints(run_dir) if n.isdecimal()]
-  newest = max(map(int, saved), default=None)
-  yield f"newest checkpoint: {'none' if newest is None else f'round {newest}'}"
+  elif why:
+    yield f"{run_dir}: {why}"
+  elif 0 < rounds <= last:
+    yield f"{run_dir}: the run has ended, {last} of {rounds} rounds"
+  else:
+    yield f"{run_dir}: no process answers; the same command goes on"
+  if last:
+    ago_s = now_s - file.stat().st_mtime
+    yield f"round {last} of {rounds} ended {ago_s:.0f} s ago"
+  else:
+    yield f"no round of {rounds} has ended"
+  saved = workdir.saved_rounds(run_dir)
+  yield f"newest checkpoint: {f'round {saved[-1]}' if saved else 'none'}"
   if state is not None:
     yield from state["engines"]
     yield ""
@@ -90,12 +104,9 @@ def told(
       yield f"\nthe event loop is blocked in:\n{state['stack'].rstrip()}"
 
 
-def _last_round(file: pathlib.Path, rounds: int, now_s: float) -> str:
+def _last_round(file: pathlib.Path) -> int:
   rows = collections.deque(run_files.lines(file, [], round=int), maxlen=1)
-  if not rows:
-    return f"no round of {rounds} has ended"
-  ago_s = now_s - file.stat().st_mtime
-  return f"round {rows[0]['round']:.0f} of {rounds} ended {ago_s:.0f} s ago"
+  return int(rows[0]["round"]) if rows else 0
 
 
 def grouped(waits: Iterable[Sequence[Any]]) -> list[watchdog.Wait]:

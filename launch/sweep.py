@@ -21,21 +21,24 @@ import collections
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, workdir
+from launch.cli import flags, steps, workdir
 from launch.report import comparison, frozen
 from launch.view import runs as view_runs
 from rl import experiment
 from rl.backends import contract
+from rl.runtime import log_line
 from rl.settings import overrides as overrides_lib
+from twinmesh import error_codes
 
 _WORKDIR = absl_flags.DEFINE_string(
   "workdir", "", "Parent directory of all runs."
@@ -77,6 +80,7 @@ absl_flags.adopt_module_key_flags(flags)
 _LOOK_S = 0.2
 _MEASURE_S = 2.0
 _WRONG_SETTINGS = 2
+_ERROR = re.compile(rf"(?:\d\d:\d\d:\d\d )?{error_codes.ERROR}(.*)")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -96,6 +100,7 @@ def main() -> None:
     return
   path = absl_flags.FLAGS.config
   with flags.exit_on_setting_error():
+    comparison.check_documented(metric)
     given = flags.overrides()
     flags.load_from_command_line(experiment.check_experiment)
     runs = _listed(root, path, given)
@@ -105,8 +110,11 @@ def main() -> None:
     launcher = backend.open(root / "backend")
   every = _MEDIAN_EVERY.value
   rule = None if every is None else MedianRule(every, metric, less)
-  sweep = Sweep(runs, _PARALLEL.value, _ATTEMPTS.value, rule, launcher)
-  number = sweep.play()
+  with steps.Steps(sys.stderr) as shown:
+    sweep = Sweep(
+      runs, _PARALLEL.value, _ATTEMPTS.value, rule, launcher, shown.phase
+    )
+    number = sweep.play()
   if number:
     sys.exit(128 + number)
   with flags.exit_on_setting_error():
@@ -180,6 +188,7 @@ class Run:
   looked: int = 0
   due_s: float = 0.0
   process: contract.Started | None = None
+  _log_bytes: int = 0
 
   @property
   def is_stopped(self) -> bool:
@@ -191,8 +200,22 @@ class Run:
     self.attempts += 1
     self.directory.mkdir(parents=True, exist_ok=True)
     settings = " ".join(f"{k}={v}" for k, v in self.overrides.items())
-    print(f"{self.directory}: {settings}", flush=True)
+    log_line.tell(f"{self.directory}: {settings}", sys.stdout)
+    with self._log.open("a") as log:
+      self._log_bytes = log.tell()
     self.process = launcher.start(self.program())
+
+  @property
+  def _log(self) -> pathlib.Path:
+    return self.directory / "log.txt"
+
+  def last_error(self) -> str:
+    """Returns the last error in the log of its newest start, or ""."""
+    with self._log.open("rb") as log:
+      log.seek(self._log_bytes)
+      lines = log.read().decode(errors="replace").splitlines()
+    errors = [found[1] for line in lines if (found := _ERROR.match(line))]
+    return errors[-1] if errors else ""
 
   def program(self) -> contract.Program:
     """Returns what it runs, in the same directory on every host."""
@@ -206,7 +229,7 @@ class Run:
         "--end_with_stdin",
       ),
       directory=os.getcwd(),
-      log=self.directory / "log.txt",
+      log=self._log,
     )
 
   def signal(self, number: int) -> None:
@@ -276,6 +299,7 @@ class Sweep:
     attempts: starts of each run.
     rule: stops runs early; None lets all come to their end.
     launcher: starts them; closed at the end of `play`.
+    report: told how many runs have ended.
   """
 
   def __init__(
@@ -285,12 +309,14 @@ class Sweep:
     attempts: int,
     rule: MedianRule | None,
     launcher: contract.Launcher,
+    report: Callable[[str], None] = lambda text: None,
   ):
     self._runs = runs
     self._parallel = parallel
     self._attempts = attempts
     self._rule = rule
     self._launcher = launcher
+    self._report = report
     self._waiting = collections.deque(r for r in runs if not r.is_stopped)
     self._active: list[Run] = []
     self._number = 0
@@ -298,6 +324,7 @@ class Sweep:
   def play(self) -> int:
     """Plays all runs; returns the signal that stopped them, or 0."""
     before = {n: signal.signal(n, self._on_signal) for n in _SIGNALS}
+    self._tell()
     try:
       while self._active or (self._waiting and not self._number):
         while self._waiting and len(self._active) < self._parallel:
@@ -322,15 +349,25 @@ class Sweep:
       return
     self._active.remove(run)
     if code == 0 or run.is_stopped or self._number:
+      self._tell()
       return
     again = code != _WRONG_SETTINGS and run.attempts < self._attempts
     outcome = "; it goes on" if again else ""
     why = run.process.reason or "see log.txt"
-    print(f"{run.directory}: failed with {code}, {why}{outcome}", flush=True)
+    if not run.process.reason and (error := run.last_error()):
+      why += f": {error}"
+    told = f"{run.directory}: failed with {code}, {why}{outcome}"
+    log_line.tell(told, sys.stdout)
     if again:
       self._waiting.append(run)
     else:
       run.failed = True
+      self._tell()
+
+  def _tell(self) -> None:
+    total = len(self._runs)
+    ended = total - len(self._waiting) - len(self._active)
+    self._report(f"runs that have ended: {ended}/{total}")
 
   def _measure(self, run: Run) -> None:
     """Stops a run that the rule finds wanting."""
@@ -338,7 +375,7 @@ class Sweep:
       return
     run.due_s = time.monotonic() + _MEASURE_S
     if why := self._rule.verdict(run, self._runs):
-      print(f"{run.directory}: {why}", flush=True)
+      log_line.tell(f"{run.directory}: {why}", sys.stdout)
       comparison.write_note(run.directory, why)
       run.signal(signal.SIGINT)
 

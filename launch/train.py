@@ -18,6 +18,7 @@ from launch.cli import flags, jax_setup, known_programs, parent, workdir
 from launch.run import local
 from rl import assemble
 from rl import experiment as experiment_lib
+from rl.runtime import mesh_thread
 from rl.settings import overrides
 
 _WORKDIR = absl_flags.DEFINE_string(
@@ -71,9 +72,12 @@ def main() -> None:
     explain.show(experiment, sys.stdout)
     return
   with lock:
-    sys.exit(
-      local.train(experiment, _WORKDIR.value, launch.BEGAN_S, _QUIET.value)
-    )
+    code = local.train(experiment, _WORKDIR.value, launch.BEGAN_S, _QUIET.value)
+  if mesh_thread.is_one_left_behind():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  sys.exit(code)
 
 
 def _claim(experiment: experiment_lib.Experiment) -> TextIO:

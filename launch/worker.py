@@ -8,14 +8,16 @@ open; when it closes, the run has ended, and the worker ends too.
 
 adds an engine to a run that has engines in processes of their own. The run is
 on this host, unless it listens to others, as with --backend=addresses.
-SIGTERM lets the engine go: it gets no new session, its own end or move, and it
-exits with code 0. So does an engine's process that the run has started itself.
+Ctrl-C or SIGTERM lets the engine go: it gets no new session, its own end or
+move, and it exits with code 0. So does, at SIGTERM, an engine's process that
+the run has started itself.
 """
 
 import asyncio
 import json
 import os
 import pathlib
+import signal
 import sys
 
 from absl import app
@@ -23,7 +25,9 @@ from absl import flags as absl_flags
 from websockets.asyncio import client
 
 from launch.cli import config_file, flags, jax_setup, parent
+from launch.run import status_server
 from rl.remote import joining, workers
+from rl.runtime import log_line
 from rl.settings import overrides
 from twinmesh import error_codes
 
@@ -46,12 +50,13 @@ async def work(socket: client.ClientConnection, data: str) -> int:
   config_file.put_root_on_path()
   task = overrides.from_json(json.loads(data))
   jax_setup.prepare(task.placement)
-  print(await task.build().serve(socket, "the run"), flush=True)
+  log_line.tell(await task.build().serve(socket, "the run"), sys.stdout)
   return int(socket.close_code != _NORMAL)
 
 
 async def _work_for_parent() -> int:
-  told = json.loads(sys.stdin.readline())
+  with flags.exit_on_setting_error():
+    told = _told()
   parent.watch(lambda: os._exit(0))
   try:
     socket, data = await workers.connect(**told)
@@ -60,9 +65,30 @@ async def _work_for_parent() -> int:
   return await work(socket, data)
 
 
+def _told() -> dict[str, str]:
+  """Returns the line of the run that has started this process.
+
+  Raises:
+    SettingError: there is none, as a user has started it.
+  """
+  line = "" if sys.stdin.isatty() else sys.stdin.readline()
+  try:
+    return json.loads(line)
+  except ValueError:
+    raise overrides.SettingError(
+      "--join is missing; name the directory of a run, as in --join=runs/first"
+    ) from None
+
+
 async def _join(run_dir: pathlib.Path, pool: str) -> int:
+  is_alive = os.path.lexists(run_dir / status_server.FILE)
   with flags.exit_on_setting_error():
-    socket, data = await workers.join(*joining.read(run_dir), pool)
+    where = joining.read(run_dir, is_alive)
+    socket, name, data = await workers.join(*where, pool)
+  log_line.tell(f"joins {run_dir} as {name}; Ctrl-C lets it go", sys.stdout)
+  asyncio.get_running_loop().add_signal_handler(
+    signal.SIGINT, signal.raise_signal, signal.SIGTERM
+  )
   return await work(socket, data)
 
 

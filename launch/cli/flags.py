@@ -28,6 +28,7 @@ from absl import logging
 import envs
 from launch.cli import command_help, config_file, settings_help
 from rl.backends import contract as backends
+from rl.runtime import log_line
 from rl.settings import overrides as overrides_lib
 from rl.settings import parsing
 from twinmesh import error_codes
@@ -72,7 +73,7 @@ def command(program: Callable[[], None]) -> Callable[[Sequence[str]], None]:
       finally:
         sys.stdout.flush()
     except KeyboardInterrupt:
-      print("interrupted", file=sys.stderr)
+      log_line.tell("interrupted")
       sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
       if not _has_lost_its_reader():
@@ -317,6 +318,8 @@ def _or_shipped(file: pathlib.Path) -> pathlib.Path:
 
 
 def _missing(file: pathlib.Path) -> str:
+  if (kept := file / "config.json").is_file():
+    return f"--config={file} is a directory; did you mean {kept}?"
   start = f"--config={file}: no such file"
   if not file.parent.is_dir():
     return f"{start}; there is no directory {file.parent}"

@@ -34,8 +34,8 @@ def prepare(wanted: placement.Placement) -> None:
     os.environ["XLA_FLAGS"] = f"{given} {_COUNT}={wanted.num_devices}".strip()
   # Of a GPU jax would take three quarters, and leave the rest to nobody.
   os.environ.setdefault(_FRACTION, "0.95")
-  if wanted.platform is not None:
-    jax.config.update("jax_platforms", wanted.platform)
+  if wanted.own_platform is not None:
+    jax.config.update("jax_platforms", wanted.own_platform)
   _keep_memory()
   _search_less_garbage()
   keep_compiled()

@@ -39,10 +39,13 @@ def mend(
       yield from _mend_rows(path, key)
 
 
-def write(path: pathlib.Path, text: str) -> None:
+def write(path: pathlib.Path, content: str | Iterable[bytes]) -> None:
   """Writes a file that appears when it is whole.
 
   What is in its place, and is no file, is moved aside.
+
+  Args:
+    content: a text, or parts that are asked for one after the other.
 
   Raises:
     OSError: it cannot be written; then the file is as before.
@@ -52,7 +55,9 @@ def write(path: pathlib.Path, text: str) -> None:
     if os.path.lexists(one) and not one.is_file():
       _aside(one)
   try:
-    partial.write_text(text, "utf-8")
+    with partial.open("wb") as file:
+      parts = [content.encode()] if isinstance(content, str) else content
+      file.writelines(parts)
     os.replace(partial, path)
   except OSError:
     partial.unlink(missing_ok=True)
@@ -72,14 +77,28 @@ def number(line: bytes, key: str) -> int | None:
   return found if type(found) is int else None
 
 
+def numbered(
+  path: pathlib.Path, key: str
+) -> Iterator[tuple[bytes, int | None]]:
+  """Yields the lines of a file with their numbers, one in memory at a time."""
+  with path.open("rb") as file:
+    for line in file:
+      yield line, number(line, key)
+
+
 def _mend_rows(path: pathlib.Path, key: str) -> Iterator[str]:
-  lines = path.read_bytes().splitlines(keepends=True)
-  rows = [line for line in lines if number(line, key) is not None]
-  bad = [i for i, x in enumerate(lines[:-1], 1) if number(x, key) is None]
+  bad, count = list[int](), 0
+  for count, (_, found) in enumerate(numbered(path, key), 1):
+    if found is None:
+      bad.append(count)
+  if bad and bad[-1] == count:  # A kill may have cut it.
+    bad.pop()
   if not bad:
     return
   aside = _aside(path)
-  path.write_bytes(b"".join(rows))
+  write(
+    path, (line for line, found in numbered(aside, key) if found is not None)
+  )
   yield (
     f"{path} has {len(bad)} lines without a {key}, first line {bad[0]}, and "
     f"goes on without them; the whole is now {aside}"

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from launch.cli import config_file, known_programs, run_repair
@@ -18,7 +19,7 @@ from models import untrusted_files
 from rl import experiment as experiment_lib
 from rl.loop import trackers
 from rl.rollout import chats
-from rl.runtime import checkpoint
+from rl.runtime import checkpoint, log_line
 from rl.settings import overrides
 
 CHECKPOINTS = "checkpoints"
@@ -45,6 +46,7 @@ _TREES = (
   chats.KEPT,
 )
 _LOCK = ".lock"
+_EARLIER = "config_until_round_"
 _OTHERS = ("report.html", "trace.json", "learning_curve.svg", ".status")
 _ROWS = {
   "metrics.jsonl": "round",
@@ -90,7 +92,7 @@ def claim(
   for note in run_repair.mend(
     directory, trees=_TREES, files=(*_RECORDS, *_OTHERS), rows=_ROWS
   ):
-    print(f"warning: {note}", file=sys.stderr)
+    log_line.tell(f"warning: {note}")
   if has_saved(directory):
     _check_same(directory, experiment)
   else:
@@ -98,6 +100,8 @@ def claim(
   chats.keep(experiment.chosen_chat, directory)
   data = config_file.to_json(experiment)
   known_programs.remember(data)
+  if has_saved(directory):
+    _keep_changed_code(directory, data)
   text = json.dumps(data, indent=2) + "\n"
   run_repair.write(directory / "config.json", text)
   return lock
@@ -122,6 +126,10 @@ def read(
 def check_exists(path: str | os.PathLike) -> None:
   """Raises SettingError unless a directory is that of a run."""
   directory = pathlib.Path(path)
+  if directory.is_file():
+    raise overrides.SettingError(
+      f"{directory} is a file; name the directory of a run"
+    )
   if not directory.is_dir():
     raise overrides.SettingError(
       f"{directory} does not exist{_nearest(directory)}"
@@ -181,6 +189,11 @@ def checkpoints(path: str | os.PathLike, of: str = CHECKPOINTS) -> list[str]:
     for path in (pathlib.Path(path) / of).glob("*")
     if re.fullmatch("[0-9]+", path.name.removesuffix(_DAMAGED))
   )
+
+
+def saved_rounds(path: str | os.PathLike) -> list[int]:
+  """Returns the rounds after which a whole checkpoint is kept, in order."""
+  return sorted(int(name) for name in checkpoints(path) if name.isdigit())
 
 
 def check_none_damaged(path: str | os.PathLike, of: str = CHECKPOINTS) -> None:
@@ -272,6 +285,8 @@ def _check_checkpoints(directory: pathlib.Path) -> None:
 def _clear(directory: pathlib.Path) -> None:
   for name in _RECORDS:
     (directory / name).unlink(missing_ok=True)
+  for path in directory.glob(f"{_EARLIER}*.json"):
+    path.unlink()
   for name in _TREES:
     shutil.rmtree(directory / name, ignore_errors=True)
 
@@ -290,6 +305,36 @@ def _check_same(
       f"go on with --config={directory}/config.json, or choose another "
       "directory"
     )
+
+
+def _keep_changed_code(
+  directory: pathlib.Path, config: Mapping[str, Any]
+) -> None:
+  """Keeps the config of earlier rounds where its code was another, and warns.
+
+  Args:
+    config: of the rounds to come, as `config_file.to_json` returns it.
+  """
+  before = untrusted_files.read_object(
+    directory / "config.json", config_file.MAX_BYTES
+  )
+  old, new = (one.get(known_programs.KEPT) or {} for one in (before, config))
+  files = {
+    pathlib.Path(entry["path"]).name
+    for name, entry in {**new, **old}.items()
+    if old.get(name, {}).get("lines") != new.get(name, {}).get("lines")
+  }
+  if not files:
+    return
+  newest = max(saved_rounds(directory), default=0)
+  name = f"{_EARLIER}{newest}.json"
+  # The code of a second change has saved nothing since the first.
+  if not (directory / name).exists():
+    run_repair.write(directory / name, json.dumps(before, indent=2) + "\n")
+  log_line.tell(
+    f"warning: {', '.join(sorted(files))} changed since round {newest}; the "
+    f"code of the rounds before is kept in {name}"
+  )
 
 
 def _nearest(missing: pathlib.Path) -> str:

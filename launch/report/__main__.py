@@ -12,7 +12,7 @@ import sys
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags
+from launch.cli import flags, steps, workdir
 from launch.report import comparison, log_check, page
 from rl.settings import annotations
 from twinmesh import error_codes
@@ -40,23 +40,29 @@ def main() -> None:
       raise annotations.SettingError(
         "name one of --run=DIR, --check=DIR and --tamper=DIR"
       )
-  if _CHECK.value is not None:
-    sys.exit(page.check_run(pathlib.Path(_CHECK.value)))
-  if _TAMPER.value is not None:
-    try:
-      print(log_check.tampered(pathlib.Path(_TAMPER.value)))
-    except log_check.UnreadableLog as error:
-      error_codes.fail(error, status=1)
-    return
-  try:
     runs = [pathlib.Path(run) for run in _RUN.value or ()]
     for run in runs:
-      print(page.write(run))
-    if len(runs) > 1:
-      compared = comparison.read(runs, _METRIC)
-      print(comparison.text(compared, _METRIC, less=False))
-  except (OSError, ValueError) as error:
-    error_codes.fail(error, status=1)
+      workdir.check_exists(run)
+  with steps.Steps(sys.stderr) as shown:
+    if _CHECK.value is not None:
+      shown.phase("checking the log")
+      sys.exit(page.check_run(pathlib.Path(_CHECK.value)))
+    if _TAMPER.value is not None:
+      shown.phase("changing the log, event by event")
+      try:
+        print(log_check.tampered(pathlib.Path(_TAMPER.value)))
+      except log_check.UnreadableLog as error:
+        error_codes.fail(error, status=1)
+      return
+    try:
+      for number, run in enumerate(runs, 1):
+        shown.phase(f"checking the log and writing report {number}/{len(runs)}")
+        print(page.write(run))
+      if len(runs) > 1:
+        compared = comparison.read(runs, _METRIC)
+        print(comparison.text(compared, _METRIC, less=False))
+    except (OSError, ValueError) as error:
+      error_codes.fail(error, status=1)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import json
 import math
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
 
 from launch.cli import known_programs
-from launch.report import run_files
+from launch.report import metric_docs, run_files
 from models import untrusted_files
-from rl.settings import overrides
+from rl.settings import checks, overrides
 
 EVALUATION = "evaluation/"
 """Begins the names of metrics of evaluations."""
@@ -97,8 +97,24 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
   if not runs:
     raise ValueError("there are no runs; name the --workdir of a sweep")
   if known and metric not in known:
-    raise ValueError(f"no run has a metric {metric}; see docs/metrics.md")
+    refuse_metric(metric, known)
   return runs
+
+
+def check_documented(metric: str) -> None:
+  """Raises ValueError for a metric that no run can have.
+
+  Where the page that explains all metrics is not installed, any may be one.
+  """
+  rows = metric_docs.entries()
+  if rows and not any(row.matches(metric) for row in rows):
+    refuse_metric(metric, [row.name for row in rows])
+
+
+def refuse_metric(metric: str, known: Collection[str]) -> NoReturn:
+  """Raises ValueError that names the metric, and one that was meant."""
+  out = checks.nearest(metric, known) or "; docs/metrics.md explains all"
+  raise ValueError(f"no run has a metric {metric}{out}")
 
 
 def values(directory: pathlib.Path, metric: str) -> dict[int, float]:

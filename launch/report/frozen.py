@@ -86,14 +86,15 @@ def json_text(data: Any) -> str:
   try:
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
   except ValueError:
-    return json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    return json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
+  """Returns JSON data with null for numbers that are not finite."""
   if isinstance(data, dict):
-    return {key: _finite(value) for key, value in data.items()}
+    return {key: finite(value) for key, value in data.items()}
   if isinstance(data, list | tuple):
-    return [_finite(value) for value in data]
+    return [finite(value) for value in data]
   if isinstance(data, float) and not math.isfinite(data):
     return None
   return data

@@ -16,6 +16,11 @@ _PLACES = (
 PAGE = next((page for page in _PLACES if page.is_file()), _PLACES[0])
 _HEAD = ("name", "unit", "formula", "meaning", "worse")
 _NUMBER = "k"
+_WORSE = {
+  "↑": "Worse when higher.",
+  "↓": "Worse when lower.",
+  "↕": "Worse when away from its usual value.",
+}
 
 
 class MetricEntry(NamedTuple):
@@ -38,14 +43,13 @@ class MetricEntry(NamedTuple):
     return re.fullmatch(_pattern(self.name), metric) is not None
 
   def __str__(self) -> str:
-    fields = {
-      "Formula": self.formula,
-      "Unit": self.unit,
-      "Worse": self.worse,
-    }
-    present = [f" {name}: {x}." for name, x in fields.items() if x != "–"]
-    meaning = self.meaning[0].upper() + self.meaning[1:]
-    return f"{meaning}.{''.join(present)}".replace("`", "")
+    fields = {"Formula": self.formula, "Unit": self.unit}
+    sentences = [
+      f"{self.meaning[0].upper()}{self.meaning[1:]}.",
+      *(f"{name}: {x}." for name, x in fields.items() if x != "–"),
+      _WORSE.get(self.worse, ""),
+    ]
+    return " ".join(filter(None, sentences)).replace("`", "")
 
 
 def _pattern(name: str) -> str:

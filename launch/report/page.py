@@ -9,7 +9,6 @@ parts on top.
 
 import dataclasses
 import itertools
-import math
 import os
 import pathlib
 import statistics
@@ -26,6 +25,7 @@ from launch.report import (
   log_check,
   metric_docs,
   run_files,
+  thinning,
   trajectory_index,
   warm_start_section,
 )
@@ -36,6 +36,7 @@ from twinmesh import error_codes
 _MAX_SPANS = 50_000
 _MAX_BUBBLES = 20_000
 _MAX_POINTS = 2000
+_MAX_EVALUATIONS = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,36 +229,26 @@ def _duration(seconds: float) -> str:
 def _curves(rows: run_files.Rows) -> dict[str, Any]:
   """Returns the metrics of a page, and the rounds that a point stands for.
 
-  Every numeric key of the rows is a column, success first. A point has the mean
-  of its rounds, and the place of the last of them; `tokens` are those sampled
-  until then.
+  Every numeric key of the rows is a column, success first; `tokens` are those
+  sampled until then.
   """
-  every = -(-len(rows) // _MAX_POINTS) or 1
-  # From the end, so that the newest point stands for as many as the others.
-  ends = range(len(rows), 0, -every)[::-1]
-  parts = [rows[max(0, end - every) : end] for end in ends]
-  sampled = [sum(_numbers(part, "sampled_tokens")) for part in parts]
   keys = dict.fromkeys(["round", "success"])
   for row in rows:
     keys |= {key: None for key, x in row.items() if isinstance(x, int | float)}
+  sampled = [x or 0.0 for x in _column(rows, "sampled_tokens")]
+  tokens = list(itertools.accumulate(sampled)) if any(sampled) else []
   return {
-    "metrics": {key: [_point(part, key) for part in parts] for key in keys},
-    "tokens": list(itertools.accumulate(sampled)) if any(sampled) else [],
-    "every": every,
+    "metrics": {
+      key: thinning.values(key, _column(rows, key), _MAX_POINTS) for key in keys
+    },
+    "tokens": thinning.places(tokens, _MAX_POINTS),
+    "every": thinning.every(len(rows), _MAX_POINTS),
   }
 
 
-def _point(rows: run_files.Rows, key: str) -> float | None:
-  """Returns the value of some rounds with six digits; None without any."""
-  if not (values := _numbers(rows, key)):
-    return None
-  is_place = key in ("round", "time_s")
-  value = values[-1] if is_place else math.fsum(values) / len(values)
-  return float(f"{value:.6g}")
-
-
-def _numbers(rows: run_files.Rows, key: str) -> list[float]:
-  return [x for row in rows if isinstance(x := row.get(key), int | float)]
+def _column(rows: run_files.Rows, key: str) -> list[float | None]:
+  values = (row.get(key) for row in rows)
+  return [x if isinstance(x, int | float) else None for x in values]
 
 
 def timeline(spans: Sequence[trace.Span], total: int) -> dict[str, Any]:
@@ -336,7 +327,8 @@ def data(run: RunRecords) -> dict[str, Any]:
     "config": run.config,
     **curves,
     "meanings": metric_docs.explain(list(curves["metrics"])),
-    "evaluations": run.evaluations,
+    "evaluations": thinning.places(run.evaluations, _MAX_EVALUATIONS),
+    "every_evaluation": thinning.every(len(run.evaluations), _MAX_EVALUATIONS),
     "warm_start": warm_start_section.section(run.warm_start),
     "timeline": timeline(run.spans, run.num_spans),
     "bubbles": _bubbles(run),

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pathlib
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -64,7 +65,11 @@ def by_round(path: pathlib.Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     notes: see `lines`.
   """
   # A resumed run repeats the rounds after its checkpoint: the last one counts.
-  rows = {row["round"]: row for row in lines(path, notes, round=int)}
+  # The names of a long run take more memory than its numbers, unless shared.
+  rows = {
+    row["round"]: {sys.intern(name): value for name, value in row.items()}
+    for row in lines(path, notes, round=int)
+  }
   return dict(sorted(rows.items()))
 
 

@@ -11,7 +11,8 @@ import rich.console
 import rich.progress_bar
 import rich.table
 
-from launch.run import steps
+from launch.cli import steps
+from rl.runtime import log_line
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LEGEND = "busy: decode/learner mesh, % of the round; lag: largest/bound"
@@ -33,7 +34,7 @@ class Display:
     *,
     quiet: bool = False,
     clock: Callable[[], float] = time.monotonic,
-    now: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
+    now: Callable[[], str] = log_line.time_of_day,
   ):
     """Shows nothing yet.
 
@@ -44,12 +45,12 @@ class Display:
     """
     self._has_legend = False
     self._total_rounds = total_rounds
-    self._clock = clock
+    self._clock, self._now = clock, now
     self._metrics: Mapping[str, float] = {}
     self._evaluation: tuple[float, float, float] | None = None
     self._phase = "starting"
     self._fault = ""
-    self._successes: list[float] = []
+    self._successes = History()
     # (rounds done, time) at the first update.
     self._first: tuple[int, float] | None = None
     self._waiting_line = False
@@ -92,7 +93,7 @@ class Display:
     self._first = self._first or (self._done, self._clock())
     success = metrics.get("success", math.nan)
     if math.isfinite(success):
-      self._successes.append(success)
+      self._successes.add(success)
     self._waiting_line = True
     if is_due or self._done >= self._total_rounds:
       self._print_round()
@@ -107,11 +108,14 @@ class Display:
     """Shows a notice above the panel, after the line of the latest round."""
     if self._waiting_line:
       self._print_round()
-    self._steps.console.print(text, soft_wrap=True)
+    self._steps.console.print(self._stamped(text), soft_wrap=True)
 
   def warn(self, text: str) -> None:
-    """Prints a warning on stderr, above the panel."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    """Prints a warning on stderr: above the panel, or with the time."""
+    print(self._stamped(f"warning: {text}"), file=sys.stderr, flush=True)
+
+  def _stamped(self, text: str) -> str:
+    return text if self._steps.is_live else log_line.stamped(text, self._now())
 
   def doing(self) -> str:
     """Returns the phase, or the round that comes next; in any thread."""
@@ -132,7 +136,8 @@ class Display:
     self._waiting_line = False
 
   def _evaluation_text(self) -> str:
-    if self._evaluation is None:
+    # The rate of no graded episode is nan.
+    if self._evaluation is None or math.isnan(self._evaluation[0]):
       return "-"
     success, low, high = map(_percent, self._evaluation)
     return f"{success} ({low} to {high})"
@@ -183,7 +188,7 @@ class Display:
     # Wide enough for a full sparkline, so that columns never move.
     for style, min_width in (("dim", 0), ("bold", 30), ("dim", 0), ("bold", 0)):
       rows.add_column(style=style, min_width=min_width)
-    success = f"{cells['success']}  {sparkline(self._successes)}"
+    success = f"{cells['success']}  {sparkline(self._successes.means())}"
     rows.add_row("success", success, "evaluation", self._evaluation_text())
     decode, learner = (
       f"{cells[mesh]}/s, busy {cells[f'{mesh}_busy']}"
@@ -205,6 +210,36 @@ class Display:
       return rich.console.Group(top, rows)
     fault = steps.cut(f"fault: {self._fault}", steps.COLUMNS)
     return rich.console.Group(top, rows, fault)
+
+
+class History:
+  """Means over equal parts of a series; memory stays flat however long it is.
+
+  Args:
+    most: parts, an even number; once there are as many, two become one.
+  """
+
+  def __init__(self, most: int = 512):
+    self._most = most
+    self._means: list[float] = []
+    self._size = 1
+    self._sum, self._count = 0.0, 0  # Of the part that is not complete.
+
+  def add(self, value: float) -> None:
+    """Adds the next value."""
+    self._sum, self._count = self._sum + value, self._count + 1
+    if self._count < self._size:
+      return
+    self._means.append(self._sum / self._count)
+    self._sum, self._count = 0.0, 0
+    if len(self._means) == self._most:
+      pairs = zip(self._means[::2], self._means[1::2], strict=True)
+      self._means = [(one + other) / 2 for one, other in pairs]
+      self._size *= 2
+
+  def means(self) -> Sequence[float]:
+    """Returns them in order; the last part may be shorter than the others."""
+    return [*self._means, *([self._sum / self._count] if self._count else ())]
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

@@ -43,7 +43,7 @@ from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.audit import event_log
 from rl.engine import contract
-from rl.loop import coordinator, trackers
+from rl.loop import coordinator, trackers, warm_start
 from rl.loop import progress as progress_lib
 from rl.rollout import evaluate, grading, recordings
 from rl.runtime import checkpoint, disk, logical_clock, segments, trace
@@ -102,6 +102,7 @@ def train(
     grading.RewardUnreachable,
     learner.LearnerLost,
     trackers.TrackerFailed,
+    warm_start.NoDemonstration,
     log_check.UnreadableLog,
   ) as error:
     screen.note(error_codes.text(error))
@@ -111,8 +112,8 @@ def train(
       raise
     failure = disk.failure(error, run_dir)
     screen.note(error_codes.text(failure, "TM-D09"))
-    if rounds := [int(n) for n in workdir.checkpoints(run_dir) if n.isdigit()]:
-      screen.note(f"the last checkpoint is that of round {max(rounds)}")
+    if rounds := workdir.saved_rounds(run_dir):
+      screen.note(f"the last checkpoint is that of round {rounds[-1]}")
     return 1
   except FloatingPointError as error:
     screen.note(error_codes.text(error))
@@ -461,9 +462,8 @@ class _Run(progress_lib.RunObserver):
 
   def _trim_logs(self) -> None:
     """Deletes what logs have too much, as far as no checkpoint needs it."""
-    names = workdir.checkpoints(self._dir)
-    if rounds := [int(name) for name in names if name.isdigit()]:
-      self._retention.trim_later(min(rounds))
+    if rounds := workdir.saved_rounds(self._dir):
+      self._retention.trim_later(rounds[0])
 
   async def _save(self, progress: progress_lib.Progress) -> None:
     """Starts a checkpoint, unless this round is saved already."""

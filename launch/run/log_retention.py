@@ -23,6 +23,8 @@ from rl.runtime import segments
 _REST_EVERY = 50
 _REST_S = 0.001
 """So the thread of the event loop need not wait long for this one."""
+_LOW = 0.75
+"""Share of the bound that is left, if that can be."""
 _RECENT = 1000
 """Groups of the last events, of which more may come."""
 
@@ -36,7 +38,8 @@ class LogRetention:
     run_dir: it has a config.json.
     max_bytes: of events and of spans, each, on disk.
     warn: is given a sentence, once, when the log cannot be checked; nothing of
-      it is deleted then.
+      it is deleted then. Also of each attempt that keeps a log at twice its
+      bound: a restart would begin it again, so its events must stay.
   """
 
   def __init__(
@@ -56,6 +59,7 @@ class LogRetention:
     self._thread: threading.Thread | None = None
     self._ending = threading.Event()
     self._is_unreadable = False
+    self._told: set[tuple[int, int]] = set()
 
   def trim_later(self, rounds: int) -> None:
     """As `trim`, in a thread, unless it runs or would change nothing."""
@@ -87,9 +91,13 @@ class LogRetention:
     while self._too_large(self._spans):
       first = segments.number_of(segments.closed(self._spans)[0])
       segments.delete(self._spans, first)
+    alone = False
     while self._is_due(rounds):
-      self._segments = len(segments.closed(self._log))
-      if not self._delete_first(rounds):
+      first, last = self._first(), self._last_beyond()
+      # All until the last restart is read: once for many, if that can be.
+      alone = alone or last == first or not self._delete(last, rounds)
+      if alone and not self._delete(first, rounds):
+        self._segments = len(segments.closed(self._log))
         return
       self._segments = 0
 
@@ -115,42 +123,58 @@ class LogRetention:
       segments.num_bytes(path) > self._max_bytes and segments.closed(path)
     )
 
-  def _delete_first(self, rounds: int) -> bool:
-    """Deletes the first segment, unless it may still be needed."""
-    first = segments.number_of(segments.closed(self._log)[0])
+  def _first(self) -> int:
+    return segments.number_of(segments.closed(self._log)[0])
+
+  def _last_beyond(self) -> int:
+    """Returns the segment up to which to delete, to be well below the bound."""
+    left, number = segments.num_bytes(self._log), 0
+    for segment in segments.closed(self._log):
+      number = segments.number_of(segment)
+      left -= segment.stat().st_size
+      if left <= _LOW * self._max_bytes:
+        break
+    return number
+
+  def _delete(self, number: int, rounds: int) -> bool:
+    """Deletes the segments up to a number, unless one may still be needed."""
     schedule, group_size = log_check.promised(self._log.parent)
     reader = log_check.LogReader(schedule, group_size)
     try:
       survivors = reader.begin(self._log)
-      recent = self._observe(first, reader, survivors)
+      recent = self._observe(number, reader, survivors)
       groups = {attempt.group for attempt in reader.under_way}
-      floor = self._over_at(first, reader)
+      floor, waiting = self._over_at(number, reader)
     except segments.Damaged as error:
       raise log_check.UnreadableLog(str(error)) from error
-    if floor is None:
-      return False
-    self._rounds = floor
-    if rounds < floor:
+    if number == self._first():
+      if floor is None:
+        self._tell(waiting)
+      else:
+        self._rounds = floor
+    if floor is None or rounds < floor:
       return False
     state = reader.to_host(survivors.to_host(groups | recent, floor))
-    segments.delete(self._log, first, state)
+    segments.delete(self._log, number, state)
     return True
 
   def _observe(
     self,
-    first: int,
+    number: int,
     reader: log_check.LogReader,
     survivors: event_log.Survivors,
   ) -> set[int]:
-    """Reads the first segment; returns the groups of its last events."""
+    """Reads segments up to a number; returns the groups of the last events."""
     last = self._last_restart()
-    if last >= first:
-      for event in self._events(event_log.LogFile(self._log, last=last)):
+    has_restart = last >= self._first()
+    if has_restart:
+      noted = event_log.LogFile(self._log, last=max(last, number))
+      for event in self._events(noted):
         survivors.note(event)
     recent = collections.deque[int](maxlen=_RECENT)
-    log = event_log.LogFile(self._log, last=first)
+    log = event_log.LogFile(self._log, last=number)
     for event in self._events(log):
-      if last < first:
+      if not has_restart:
         survivors.note(event)
       for one in survivors.take(event):
         reader.observe(one)
@@ -175,10 +199,26 @@ class LogRetention:
         return number
     return 0
 
-  def _over_at(self, first: int, reader: log_check.LogReader) -> int | None:
-    """Returns the rounds after which a restart leaves a segment as it is.
+  def _tell(self, waiting: set[tuple[int, int]]) -> None:
+    """Warns of attempts that are not over, once the log is long."""
+    size = segments.num_bytes(self._log)
+    if size < 2 * self._max_bytes or waiting <= self._told:
+      return
+    group, number = min(waiting - self._told)
+    self._told |= waiting
+    self._warn(
+      f"{self._log} has {size / 1e6:,.1f} MB, where retention.log_bytes allows "
+      f"{self._max_bytes / 1e6:,.1f}: attempt {number} of group {group} is not "
+      "over, and what came after its begin must stay until then; "
+      f"python -m launch.status {self._log.parent} tells what it waits for"
+    )
 
-    None if an attempt that began in it is not over.
+  def _over_at(
+    self, number: int, reader: log_check.LogReader
+  ) -> tuple[int | None, set[tuple[int, int]]]:
+    """Returns the rounds after which a restart leaves segments as they are.
+
+    None if attempts (group, number) that began there are not over, with these.
     """
     waiting = {
       (attempt.group, attempt.number)
@@ -188,15 +228,15 @@ class LogRetention:
     rounds = reader.rounds
     # A checkpoint is taken between rounds: that of the next one comes after.
     if not waiting:
-      return rounds + 1
-    for event in self._events(event_log.LogFile(self._log, first + 1)):
+      return rounds + 1, waiting
+    for event in self._events(event_log.LogFile(self._log, number + 1)):
       if event["kind"] == "trained":
         rounds = max(rounds, event["version"] + 1)
       if event["kind"] in ("trained", "dropped"):
         waiting.discard((event["group"], event["attempt"]))
         if not waiting:
-          return rounds + 1
-    return None
+          return rounds + 1, waiting
+    return None, waiting
 
   def _events(self, log: event_log.LogFile) -> Iterator[event_log.Event]:
     """Yields events; in the thread with rests, and until it is to end."""

@@ -4,7 +4,7 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from launch.cli import run_repair
@@ -39,15 +39,14 @@ class MetricsWriter:
     run_dir = pathlib.Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     last = first_round - 1
-    rows = cut_back(run_dir / "metrics.jsonl", first_round)
+    row = cut_back(run_dir / "metrics.jsonl", first_round)
     cut_back(run_dir / "evaluations.jsonl", last)
     self._metrics = line_file.LineFile(run_dir / "metrics.jsonl")
     self._evaluations = line_file.LineFile(run_dir / "evaluations.jsonl")
     self._board = _Board(run_dir / "tensorboard", max(0, last))
     # The purge drops the metrics of the last round with its evaluation.
-    for row in rows:
-      if row["round"] == last:
-        self._board.write(_finite_numbers(row), last)
+    if row is not None and row["round"] == last:
+      self._board.write(_finite_numbers(row), last)
     self._trackers = [self._board, *([tracker] if tracker else ())]
 
   def write(self, round: int, metrics: Mapping[str, float]) -> None:
@@ -149,20 +148,24 @@ def _finite(value: float | str) -> float | str | None:
 
 def cut_back(
   path: pathlib.Path, first: int, key: str = "round"
-) -> list[dict[str, Any]]:
+) -> dict[str, Any] | None:
   """Cuts a file to the complete lines whose number is below `first`.
 
-  Atomic: a kill leaves the old file or the new one.
+  Atomic: a kill leaves the old file or the new one. Memory is that of a line.
 
   Returns:
-    The kept rows; none if the file does not exist.
+    The last kept row; None if there is none.
   """
   if not path.exists():
-    return []
-  kept = [
-    line
-    for line in path.read_bytes().splitlines(keepends=True)
-    if (found := run_repair.number(line, key)) is not None and found < first
-  ]
-  run_repair.write(path, b"".join(kept).decode())
-  return [json.loads(line) for line in kept]
+    return None
+  last = b""
+
+  def kept() -> Iterator[bytes]:
+    nonlocal last
+    for line, found in run_repair.numbered(path, key):
+      if found is not None and found < first:
+        last = line
+        yield line
+
+  run_repair.write(path, kept())
+  return json.loads(last) if last else None

@@ -171,9 +171,21 @@ def _why_empty(metrics: Mapping[str, float]) -> str:
 
 
 def _equally_well(metrics: Mapping[str, float]) -> str:
-  return (
+  groups = (
     f"in {metrics['zero_variance_groups']:.0f} of {metrics['groups']:.0f} "
-    "groups all members did equally well: the tasks are too easy or too hard, "
-    "or the policy has become certain, against which algorithm.entropy_bonus "
-    "helps; told again only after a round that trains"
+    "groups all members did equally well"
   )
+  match metrics.get("success"):
+    case 0.0:
+      why = (
+        "no episode succeeded, so the tasks are too hard; more "
+        "warm_start.steps help, or rewards for parts of a task"
+      )
+    case 1.0:
+      why = "all episodes succeeded, so the tasks are too easy; use harder ones"
+    case _:
+      why = (
+        "the tasks are too easy or too hard, or the policy has become certain, "
+        "against which algorithm.entropy_bonus helps"
+      )
+  return f"{groups}: {why}; told again only after a round that trains"

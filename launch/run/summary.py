@@ -45,10 +45,10 @@ def _log_metrics(run_dir: pathlib.Path, log: Log) -> None:
     flat += row.get("zero_variance_groups") or 0
     groups += row.get("groups") or 0
   if groups:
+    why = "; their members did equally well, so they taught nothing"
     log(
       f"zero-variance groups: {flat:,.0f} of {groups:,.0f} "
-      f"({flat / groups:.0%}); their members did equally well, so they taught "
-      "nothing"
+      f"({flat / groups:.0%}){why if flat else ''}"
     )
   costs = {
     name.removeprefix("rewards/"): value

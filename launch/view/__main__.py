@@ -20,6 +20,7 @@ from launch.cli import flags
 from launch.http import http_server
 from launch.run import signals
 from launch.view import server
+from rl.runtime import log_line
 from rl.settings import annotations
 
 _HOST = "127.0.0.1"
@@ -62,11 +63,11 @@ def _root(arguments: Sequence[str]) -> pathlib.Path:
 
 async def _serve(root: pathlib.Path, port: socket.socket) -> None:
   stopping = asyncio.Event()
-  signals.Signals(stopping.set, lambda text: print(text, file=sys.stderr))
+  signals.Signals(stopping.set, log_line.tell)
   view = server.View(root, [name.lower() for name in _ALLOW_HOST.value])
   try:
     async with http_server.listening(view, port, grace_s=_GRACE_S) as address:
-      print(f"the runs of {root} are shown at {address}", flush=True)
+      log_line.tell(f"the runs of {root} are shown at {address}", sys.stdout)
       await stopping.wait()
   finally:
     view.close()

@@ -7,11 +7,11 @@ import json
 import os
 import pathlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib import parse
 
-from launch.report import comparison, metric_docs, run_files
+from launch.report import comparison, metric_docs, run_files, thinning
 from launch.run import status_server
 from launch.view import followed_rows
 from models import untrusted_files
@@ -59,32 +59,32 @@ class ViewedRun:
     metrics, evaluations = self.metrics.look(), self._evaluations.look()
     key = self.metrics.changes, self._evaluations.changes
     if self._rows is None or self._rows[0] != key:
-      rows = comparison.with_evaluations(metrics, evaluations)
-      self._rows = key, rows
+      self._rows = key, comparison.with_evaluations(metrics, evaluations)
     return self._rows[1]
 
-  def curve(self, metric: str, less: bool) -> dict[str, Any]:
+  def curve(
+    self, metric: str, less: bool, most: int = _MAX_POINTS
+  ) -> dict[str, Any]:
     """Returns a metric over all axes, and its last and best mean.
 
     The newest answer is kept until there are more rows.
 
     Args:
       less: less of it is better.
+      most: points of the curve.
     """
     rows = self.rows()
     assert self._rows is not None
-    key = metric, less, self._rows[0]
+    key = metric, less, most, self._rows[0]
     if self._curve is None or self._curve[0] != key:
-      compared = self.compared(
-        comparison.values_of(rows, metric), comparison.width(metric)
-      )
+      compared = self.compared(comparison.values_of(rows, metric), metric)
       axes = places(rows)
       values = [compared.values.get(number) for number in axes["rounds"]]
-      columns = {**axes, "values": values}
       self._curve = (
         key,
         {
-          **{name: _thinned(column) for name, column in columns.items()},
+          **{x: thinning.places(column, most) for x, column in axes.items()},
+          "values": thinning.values(metric, values, most),
           "last": compared.last,
           "best": compared.best(less),
         },
@@ -98,35 +98,31 @@ class ViewedRun:
       metrics: names, and whether less of each is better.
       most: points of a curve.
     """
-    curves = {name: self.curve(name, less) for name, less in metrics.items()}
+    curves = {
+      name: self.curve(name, less, most) for name, less in metrics.items()
+    }
     known = {
       name: curve for name, curve in curves.items() if curve["last"] is not None
     }
     axes = next(iter(curves.values()))
     return {
-      **{axis: _thinned(axes[axis], most) for axis in _AXES},
-      "metrics": {
-        name: _thinned(curve["values"], most) for name, curve in known.items()
-      },
+      **{axis: axes[axis] for axis in _AXES},
+      "metrics": {name: curve["values"] for name, curve in known.items()},
       "last": {name: curve["last"] for name, curve in known.items()},
       "best": {name: curve["best"] for name, curve in known.items()},
     }
 
   def compared(
-    self, values: Mapping[int, float], width: int
+    self, values: Mapping[int, float], metric: str = ""
   ) -> comparison.ComparedRun:
-    """Returns the run as `comparison` has it, with values of a metric.
-
-    Args:
-      width: of moving means.
-    """
+    """Returns the run as `comparison` has it, with values of a metric."""
     return comparison.ComparedRun(
       name=self.name,
       settings=self.settings(),
       values=values,
       rounds=len(self.metrics.look()),
       note=comparison.note(self.path),
-      width=width,
+      width=comparison.width(metric),
     )
 
   def settings(self) -> dict[str, str]:
@@ -219,7 +215,7 @@ class RunsDirectory:
   def overview(self) -> dict[str, Any]:
     """Returns the data of the table of runs."""
     runs = self.look()
-    compared = [run.compared({}, 1) for run in runs.values()]
+    compared = [run.compared({}) for run in runs.values()]
     names = comparison.differing(compared)
     groups = {
       run.name: group
@@ -304,13 +300,15 @@ class RunsDirectory:
     rows = self.look()[name].rows()
     axes, keys = places(rows), _numeric(rows)
     columns = {
-      key: _thinned(
-        [_number(rows[number].get(key)) for number in axes["rounds"]]
+      key: thinning.values(
+        key,
+        [_number(rows[number].get(key)) for number in axes["rounds"]],
+        _MAX_POINTS,
       )
       for key in keys
     }
     return {
-      **{key: _thinned(column) for key, column in axes.items()},
+      **{x: thinning.places(column, _MAX_POINTS) for x, column in axes.items()},
       "metrics": columns,
       "last": {
         key: comparison.last_mean(
@@ -394,10 +392,3 @@ def _numeric(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
 def _is_less(entry: metric_docs.MetricEntry | None) -> bool:
   """Returns whether less of a metric is better."""
   return entry is not None and entry.worse == _LESS
-
-
-def _thinned(column: Sequence[Any], most: int = _MAX_POINTS) -> list[Any]:
-  """Returns every k-th value and the last, at most `most` of them."""
-  every = -(-len(column) // most) or 1
-  # From the end, so that the newest is one of them.
-  return list(column[::-every])[::-1]

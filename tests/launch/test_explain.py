@@ -98,3 +98,11 @@ def test_adapters_are_all_that_trains(experiment):
   trained = memory_report.num_params(model).trained
   adapted = dataclasses.replace(experiment, model=model)
   assert f"and {trained:,} train" in printed(adapted)
+
+
+def test_a_pool_that_only_encodes_says_so(experiment):
+  pool = placement.DecodePool(name="encode", role="prefill", processes=1)
+  place = placement.Placement(decode_processes=1, more=(pool,))
+  text = printed(dataclasses.replace(experiment, placement=place))
+  words = "pool encode, which encodes 256 or more new ids for the other pools"
+  assert words in " ".join(text.split())

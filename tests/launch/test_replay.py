@@ -109,7 +109,10 @@ def test_each_skipped_update_is_warned_of_as_it_happens(wild):
   # Rewards that are all alike have a warning of their own.
   lines = [x for x in wild.warned.splitlines() if "an update was skipped" in x]
   skipped = wild.path / "skipped"
-  assert [line[: len("warning: round 2: ")] for line in lines] == [
+  # The time of day comes first.
+  assert [
+    line.split(" ", 1)[1][: len("warning: round 2: ")] for line in lines
+  ] == [
     "warning: round 2: ",
     "warning: round 3: ",
   ]

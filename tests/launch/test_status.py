@@ -1,9 +1,11 @@
 """launch.status groups waits, and tells of runs that no process works on."""
 
 import json
+import socket
 
 from launch import status
 from launch.cli import flags, workdir
+from launch.run import status_server
 from tests.helpers import commands
 
 
@@ -39,11 +41,24 @@ def test_a_run_without_a_process_tells_how_far_it_came(tmp_path):
   done = commands.run("launch.status", tmp_path)
   assert done.returncode == 1
   first, last, saved = done.stdout.splitlines()
-  assert first == (
-    f"{tmp_path}: no process answers (No such file or directory)"
-  )
+  assert first == f"{tmp_path}: no process answers; the same command goes on"
   assert last.startswith("round 4 of 1000 ended ")
   assert saved == "newest checkpoint: round 3"
+  first, *_ = status.told(tmp_path, 4, None, "", 0.0)
+  assert first == f"{tmp_path}: the run has ended, 4 of 4 rounds"
+
+
+def test_a_process_that_was_killed_is_told_as_gone(tmp_path):
+  workdir.claim(tmp_path, flags.load(commands.CONFIG)).close()
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+  where = {"host": socket.gethostname(), "pid": 7, "port": port, "key": "00"}
+  (tmp_path / status_server.FILE).write_text(json.dumps(where))
+  done = commands.run("launch.status", tmp_path)
+  assert done.returncode == 1
+  assert done.stdout.startswith(
+    f"{tmp_path}: its process is gone; the same command goes on\n"
+  )
 
 
 def test_the_settings_of_a_run_are_not_run(tmp_path):
@@ -65,4 +80,9 @@ def test_a_run_that_does_not_exist_is_refused(tmp_path):
   done = commands.run("launch.status", tmp_path / "lake")
   assert done.returncode == 2
   assert "does not exist" in done.stderr
+  (tmp_path / "pond").touch()
+  done = commands.run("launch.status", tmp_path / "pond")
+  assert f"{tmp_path}/pond is a file; name the directory of a run" in (
+    done.stderr
+  )
   assert "one run" in commands.run("launch.status").stderr

@@ -1,5 +1,6 @@
 """launch.sweep: runs every variation in its own process and directory."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -94,12 +95,13 @@ class Scripted(sweep_lib.Run):
   """A run that is a script: it writes metrics, and ends as it is told."""
 
   def program(self):
-    return under_test.scripted(
+    program = under_test.scripted(
       self.directory,
       "script",
       f"import sys; del sys.argv[1:3]\n{self.path}",
       str(self.directory),
     )
+    return dataclasses.replace(program, log=super().program().log)
 
 
 def play(runs, parallel, attempts, rule=None):
@@ -112,6 +114,15 @@ def scripted(tmp_path, *scripts):
     Scripted(tmp_path / f"run_{number:03d}", script, {})
     for number, script in enumerate(scripts)
   ]
+
+
+@pytest.mark.process
+def test_it_tells_how_many_runs_have_ended(tmp_path):
+  told = []
+  runs = scripted(tmp_path, "", "sys.exit(1)")
+  launcher = local.Local().open(pathlib.Path())
+  sweep_lib.Sweep(runs, 1, 1, None, launcher, told.append).play()
+  assert told == [f"runs that have ended: {ended}/2" for ended in (0, 1, 2)]
 
 
 FAILS_ONCE = """
@@ -142,6 +153,20 @@ def test_a_run_that_fails_is_started_again(
   (run,) = runs = scripted(tmp_path, script)
   assert play(runs, 1, attempts) == 0
   assert (run.failed, run.attempts) == (failed, starts)
+
+
+@pytest.mark.process
+def test_a_run_that_fails_is_told_with_its_last_error(tmp_path, capsys):
+  run, silent = scripted(
+    tmp_path, "print('20:01:02 error: rounds=0'); sys.exit(2)", "sys.exit(1)"
+  )
+  for one in (run, silent):
+    one.directory.mkdir()
+    (one.directory / "log.txt").write_text("error: of a sweep before\n")
+  play([run, silent], 1, 1)
+  told = capsys.readouterr().out
+  assert f"{run.directory}: failed with 2, see log.txt: rounds=0\n" in told
+  assert f"{silent.directory}: failed with 1, see log.txt\n" in told
 
 
 @pytest.mark.process
@@ -287,7 +312,7 @@ def test_runs_are_compared_while_they_go_on(tmp_path):
   ("arguments", "words"),
   [
     (["--workdir=nowhere"], "there are no runs"),
-    (["--metric=succes"], "no run has a metric succes"),
+    (["--metric=succes"], "no run has a metric succes; did you mean success?"),
   ],
 )
 def test_a_comparison_of_nothing_is_refused(tmp_path, arguments, words):
@@ -298,3 +323,18 @@ def test_a_comparison_of_nothing_is_refused(tmp_path, arguments, words):
   )
   assert result.returncode == 2
   assert words in result.stderr
+
+
+def test_a_sweep_by_a_metric_that_no_run_can_have_is_not_begun(tmp_path):
+  result = commands.run(
+    "launch.sweep",
+    "--config=configs/guess_number_moe.py",
+    f"--workdir={tmp_path}",
+    "--metric=-evaluation/sucess",
+  )
+  assert result.returncode == 2
+  assert "no run has a metric evaluation/sucess; did you mean eval" in (
+    result.stderr
+  )
+  assert "TM-D12" in result.stderr
+  assert [*tmp_path.iterdir()] == []

@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import json
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -63,6 +64,14 @@ def test_a_run_ends_well_and_leaves_its_files(finished):
   assert len(first["words"]) == len(first["logprobs"]) == len(first["tokens"])
 
 
+@pytest.mark.process
+def test_every_line_of_its_log_has_the_time(finished):
+  told = finished.result.stdout + finished.result.stderr
+  # absl puts a letter and the date before it.
+  stamped = re.compile(r"([IWE]\d{4} )?\d\d:\d\d:\d\d")
+  assert [line for line in told.splitlines() if not stamped.match(line)] == []
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_second_start_compiles_nothing(tmp_path, monkeypatch):
@@ -117,6 +126,21 @@ def test_evaluate_plays_the_latest_checkpoint(finished):
   outcome = json.loads(data)
   assert outcome["episodes"] == 20
   assert 0 <= outcome["low"] <= outcome["success"] <= outcome["high"] <= 1
+
+
+@pytest.mark.process
+def test_an_evaluation_without_a_grade_fails_and_says_so(finished, tmp_path):
+  copy = finished.copy(tmp_path)
+  data = json.loads((copy / "config.json").read_text())
+  # No step of an environment is so fast, so each is a fault.
+  data["rollout"]["step_s"] = 1e-9
+  (copy / "config.json").write_text(json.dumps(data))
+  result = commands.run("launch.evaluate", f"--run={copy}", "--episodes=4")
+  assert result.returncode == 1, result.stderr
+  text, line = result.stdout.strip().splitlines()[-2:]
+  assert "after 4 rounds: no episode could be graded, 4 faults" in text
+  outcome = json.loads(line, parse_constant=pytest.fail)
+  assert (outcome["episodes"], outcome["success"]) == (0, None)
 
 
 @pytest.mark.process
@@ -203,7 +227,7 @@ def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
   process.communicate()
   status = commands.run("launch.status", killed)
   assert status.returncode == 1
-  assert "no process answers (Connection refused)" in status.stdout
+  assert "its process is gone; the same command goes on" in status.stdout
   again = commands.launch(*commands.train(killed, settings))
   assert again.returncode == 0, again.stderr
   assert "going on after" in again.stdout
@@ -312,7 +336,11 @@ BAD = {
   ),
   "rows that do not divide": (
     {"placement.learner.data": "16"},
-    ["batch.rows=8", "placement.learner.data * expert = 16", "use 16"],
+    [
+      "batch.rows=8",
+      "placement.learner.data * expert = 16",
+      "use batch.rows=16",
+    ],
   ),
   "experts that do not divide": (
     {"placement.learner.expert": "3"},

@@ -13,7 +13,7 @@ export function virtualList(label, make, choose) {
       const row = event.target.closest(".row");
       if (row) pick(Number(row.dataset.place));
     } }, room);
-  const list = { node, items: [], place: -1, draw, show, pick, mark };
+  const list = { node, items: [], place: -1, draw, show, mark };
   let drawn = "";
 
   function show(items) {
@@ -42,20 +42,19 @@ export function virtualList(label, make, choose) {
     else node.removeAttribute("aria-activedescendant");
   }
 
-  // Marks a row without opening it; -1 is none.
+  // Marks a row and scrolls to it, without opening it; -1 is none.
   function mark(i) {
     list.place = i;
+    const top = i * ROW, bottom = top + ROW;
+    if (i >= 0 && top < node.scrollTop) node.scrollTop = top;
+    if (bottom > node.scrollTop + node.clientHeight)
+      node.scrollTop = bottom - node.clientHeight;
     draw();
   }
 
   function pick(i) {
     if (i < 0 || i >= list.items.length) return;
-    list.place = i;
-    const top = i * ROW, bottom = top + ROW;
-    if (top < node.scrollTop) node.scrollTop = top;
-    if (bottom > node.scrollTop + node.clientHeight)
-      node.scrollTop = bottom - node.clientHeight;
-    draw();
+    mark(i);
     choose(list.items[i], i);
   }
 

@@ -37,6 +37,8 @@ export function runPage(source, fields) {
       browser.draw();
     },
     async load() {
+      if (source.runs && name === null)
+        throw new Error(`${location.hash} names no run; write #run?name=RUN`);
       // A long log takes a while, and the rest need not wait for it.
       if (!page.data) {
         page.update(await source.run(name, "later"));
@@ -44,6 +46,7 @@ export function runPage(source, fields) {
       }
       page.update(await source.run(name, "now"));
       await browser.load();
+      browser.reveal();
     },
     update(data) {
       if (data === page.data) return;
@@ -109,8 +112,9 @@ function curveSection() {
       lineChart(figure, { series: [trend(key, points, "var(--learner)")], dots,
         label: `${key} by ${unit}`, xLabel: unit, percent: key === "success" }),
       caption(`Thin: ${pointOf(data)}, bold: mean of its neighbours` +
-        (dots.length ? "; dots: held-out tasks with confidence interval."
-          : ".")));
+        (dots.length ? "; dots: held-out tasks with confidence interval" +
+          (data.every_evaluation === 1 ? "."
+            : `, one in ${data.every_evaluation} evaluations.`) : ".")));
   }
   return { node, draw };
 }

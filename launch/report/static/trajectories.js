@@ -22,7 +22,8 @@ function objects({ columns, rows }) {
 }
 
 export function trajectoriesSection(source, run) {
-  const browser = { all: [], found: [], index: null, wanted: "", open: null };
+  const browser = { all: [], found: [], index: null, wanted: "", open: null,
+    isNamed: false };
   const filters = rowFilters(filter);
   const shown = el("small", { id: "shown" });
   const view = detailView(openKey);
@@ -52,7 +53,7 @@ export function trajectoriesSection(source, run) {
     filter();
     const row = rowOfKey(browser.open);
     if (row) view.renew(row, browser.all);
-    if (browser.wanted) openKey(browser.wanted);
+    if (browser.wanted) openWanted();
     else if (browser.open === null && browser.found.length)
       await open(browser.found[0], false);
   }
@@ -64,6 +65,22 @@ export function trajectoriesSection(source, run) {
   function openKey(key) {
     const row = rowOfKey(key);
     if (row) open(row);
+  }
+
+  // What the address names may come with a later round.
+  function openWanted() {
+    if (rowOfKey(browser.wanted)) return openKey(browser.wanted);
+    if (browser.open === browser.wanted) return;
+    browser.open = null;
+    list.mark(-1);
+    view.fail(`There is no trajectory ${browser.wanted} on this page.`);
+  }
+
+  // Scrolls the page here, once for each address that names a trajectory.
+  function reveal() {
+    if (!browser.isNamed || !browser.index) return;
+    browser.isNamed = false;
+    node.scrollIntoView();
   }
 
   async function open(row, isAsked = true) {
@@ -83,9 +100,13 @@ export function trajectoriesSection(source, run) {
       view.show(rowOfKey(key) ?? row, detail, browser.all);
   }
 
-  return { node, load, draw: () => list.draw(), show(key) {
+  return { node, load, reveal, draw: () => list.draw(), show(key) {
     browser.wanted = key ?? "";
-    if (key && browser.index) openKey(key);
+    browser.isNamed = Boolean(key);
+    if (key && browser.index) {
+      openWanted();
+      reveal();
+    }
   } };
 }
 

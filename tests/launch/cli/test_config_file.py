@@ -202,6 +202,28 @@ def test_what_is_read_is_equal_to_what_was_written(file, tmp_path):
   assert again.environment.turns == 5
 
 
+def test_code_that_changed_since_a_checkpoint_is_named_and_kept(
+  file, tmp_path, capsys
+):
+  run = tmp_path / "run"
+  workdir.claim(run, flags.load(str(file))).close()
+  (run / "checkpoints" / "7").mkdir(parents=True)
+  first = (run / "config.json").read_bytes()
+  workdir.claim(run, flags.load(str(file))).close()
+  assert "warning" not in capsys.readouterr().err
+  file.write_text(OWN + "\n# Another.\n")
+  workdir.claim(run, flags.load(str(file))).close()
+  assert (
+    "warning: my-own.py changed since round 7; the code of the rounds before "
+    "is kept in config_until_round_7.json"
+  ) in capsys.readouterr().err
+  assert (run / "config_until_round_7.json").read_bytes() == first
+  # What is changed again before a checkpoint has trained no round of those.
+  file.write_text(OWN + "\n# Yet another.\n")
+  workdir.claim(run, flags.load(str(file))).close()
+  assert (run / "config_until_round_7.json").read_bytes() == first
+
+
 def test_later_edits_do_not_change_what_a_run_was(file, tmp_path):
   workdir.claim(tmp_path / "run", flags.load(str(file))).close()
   file.write_text(OWN.replace("float = 1.0", "float = 7.0"))

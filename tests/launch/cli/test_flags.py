@@ -296,11 +296,14 @@ def test_broken_file_names_its_own_line(tmp_path, text, message):
     ("zzzzzz", "zzzzzz: no such file; did you mean DIR/small.py?"),
     ("no/small.py", "small.py: no such file; there is no directory DIR/no"),
     ("notes.txt", "notes.txt: expected a .py or .json file"),
+    ("run", "run is a directory; did you mean DIR/run/config.json?"),
   ],
 )
 def test_wrong_path_names_what_is_there(config, tmp_path, name, message):
   assert pathlib.Path(config).parent == tmp_path
   (tmp_path / "notes.txt").touch()
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "config.json").touch()
   with pytest.raises(overrides.SettingError) as error:
     flags.load(str(tmp_path / name))
   assert str(error.value).endswith(message.replace("DIR", str(tmp_path)))

@@ -7,7 +7,8 @@ from absl import flags as absl_flags
 
 from launch.cli import config_file, known_programs, workdir
 from rl.settings import overrides
-from tests.helpers import packages
+from rl.train import skipped_updates
+from tests.helpers import commands, packages
 
 CODE = ["raise SystemExit('it ran')", "# of somebody"]
 
@@ -40,6 +41,29 @@ def test_code_of_others_does_not_run(tmp_path):
       f"{file}: it would run the code of evil.py, which"
     )
     assert message.endswith("and add --trust_config to run it")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  "command",
+  [
+    ("launch.evaluate", "--run={}"),
+    ("launch.serve", "--run={}", "--port=0"),
+    ("launch.export", "--run={}", "--directory={}/out"),
+    ("launch.replay", "{}/skipped/round_000001_update_0"),
+    ("launch.train", "--config={}/config.json"),
+  ],
+  ids=lambda command: command[0],
+)
+def test_commands_do_not_run_code_of_others(tmp_path, command):
+  written(tmp_path, keeping(CODE))
+  update = tmp_path / "skipped" / "round_000001_update_0"
+  update.mkdir(parents=True)
+  (update / skipped_updates.BATCHES).touch()
+  (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+  done = commands.launch(*(one.format(tmp_path) for one in command))
+  assert done.returncode == 2, done.stderr
+  assert "it would run the code of evil.py" in done.stderr
 
 
 def test_code_that_is_trusted_runs(tmp_path, monkeypatch):

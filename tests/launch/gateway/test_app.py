@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import pathlib
 import threading
 from typing import Any
 
@@ -18,7 +19,7 @@ from rl.agents import answer_stream, sessions
 from rl.data import trajectory
 from rl.engine import contract
 from rl.testing import scripted_engine
-from tests.helpers import machine_speed, openai_server
+from tests.helpers import machine_speed, markdown, openai_server
 from tests.helpers.openai_server import (
   ADD,
   AGENT,
@@ -31,6 +32,8 @@ from tests.helpers.openai_server import (
   WORDS,
   YES,
 )
+
+GUIDE = pathlib.Path(__file__).parents[3] / "docs/guides/serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +315,17 @@ def test_an_agent_goes_on_with_the_message_it_was_given(words):
   with pytest.raises(openai.APIStatusError, match="finished") as error:
     words.ask("go", client=client)
   assert error.value.status_code == 410
+
+
+def test_the_client_of_the_guide_plays_a_session(words):
+  code = markdown.block(GUIDE, "openai.OpenAI")
+  names: dict[str, Any] = {
+    "address": words.address,
+    "messages": [{"role": "user", "content": "go"}],
+  }
+  exec(code, names)
+  assert names["reply"].session == "game-7"
+  assert words.kept[-1].reward == 1
 
 
 def test_a_header_names_the_session_too(words):
@@ -669,7 +683,7 @@ class Waiting(hf_chat.HfChat):
   may = threading.Event()
 
   def text_ids(self, text):
-    assert self.may.wait(20)
+    assert self.may.wait(machine_speed.scaled(20))
     return super().text_ids(text)
 
 
@@ -685,7 +699,7 @@ def test_others_are_served_while_a_text_is_encoded():
     assert server.send("GET", "/health")[0] == 200
     assert not replies
     chat.may.set()
-    asking.join(20)
+    asking.join(machine_speed.scaled(20))
     assert replies[0].choices
 
 
@@ -787,7 +801,7 @@ def test_more_answers_than_may_be_are_refused_and_may_be_tried_again():
     assert int(error.value.response.headers["retry-after"]) > 0
     assert server.send("GET", "/health")[0] == 200
     server.engine.abort(None)
-    asking.join(20)
+    asking.join(machine_speed.scaled(20))
     server.until(lambda: not admitted.running)
 
 
@@ -857,7 +871,7 @@ def test_an_answer_that_the_engine_gives_up_is_a_fault_of_the_trajectory():
     asking.start()
     server.until(lambda: server.engine.stats().running)
     server.engine.abort(None)
-    asking.join(10)
+    asking.join(machine_speed.scaled(10))
     assert replies[0].choices[0].finish_reason == "abort"
     _, left = server.send("POST", "/sessions/ended/finish", {"reward": 1.0})
     (told,) = left["trajectories"]
@@ -881,7 +895,7 @@ def test_a_session_that_is_finished_meanwhile_takes_no_answer():
       server.until(lambda: server.engine.stats().running)
       status, _ = server.send("POST", f"/sessions/{name}/finish", {})
       assert status == 200
-      asking.join(10)
+      asking.join(machine_speed.scaled(10))
       assert "finished before its answer" in errors[0].message
 
 

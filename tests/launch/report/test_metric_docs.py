@@ -13,6 +13,7 @@ from models import config as model_config
 from rl import experiment
 from rl.algorithms import corrections, kl, presets, references
 from rl.engine.builtin import settings as engine_settings
+from rl.pools import affinity, hand_over, placement, routing_table
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.settings import overrides
@@ -55,7 +56,7 @@ def test_families_match_numbers_or_names(page):
   found = metric_docs.explain([*names, "loss", "no_metric"], page)
   assert list(found) == ["lag_share/12", "source/game/groups", "loss"]
   assert found["lag_share/12"] == (
-    "How old tokens are. Formula: late / all. Unit: share. Worse: ↑."
+    "How old tokens are. Formula: late / all. Unit: share. Worse when higher."
   )
   assert found["loss"] == "What is minimised. Formula: sum / count."
 
@@ -108,7 +109,20 @@ def written(tmp_path_factory):
     for file, start in (("metrics", ""), ("evaluations", "evaluation/")):
       for line in (path / f"{file}.jsonl").read_text().splitlines():
         found |= {start + name for name in json.loads(line)}
+  found |= _of_a_prefill_pool()
   return found - {"evaluation/round"}
+
+
+def _of_a_prefill_pool():
+  """Such a pool has processes of its own; what it adds is asked without."""
+  infos = [
+    placement.EngineInfo("decode"),
+    placement.EngineInfo("encode", role="prefill"),
+  ]
+  table = routing_table.RoutingTable(infos, affinity.Routing(min_prefill_ids=1))
+  table.assign("a", "game")
+  table.send("one", "a", ids=8, versions=(1, 0))
+  return {*table.describe(), *hand_over.HandOvers().describe()}
 
 
 @pytest.mark.slow

@@ -241,6 +241,23 @@ def test_a_long_run_says_how_many_rounds_a_point_stands_for(tmp_path, browse):
 
 
 @pytest.mark.process
+def test_of_many_evaluations_some_are_drawn_and_it_is_said(tmp_path, browse):
+  rows = [{"round": i, "success": 0.5} for i in range(1, 1500)]
+  _write_lines(tmp_path / "metrics.jsonl", rows)
+  row = {"success": 0.5, "low": 0.4, "high": 0.6, "episodes": 9}
+  _write_lines(
+    tmp_path / "evaluations.jsonl",
+    [{"round": i, **row} for i in range(1, 1500)],
+  )
+  page = browse(report_page.write(tmp_path), "")
+  assert "interval, one in 3 evaluations." in " ".join(page.text)
+  dots = page.having("class", "dot")
+  # 1499 / 3, and the newest is one of them.
+  assert len(dots) == 500
+  assert "evaluation after round 1499\n" in dots[-1]["data-tip"]
+
+
+@pytest.mark.process
 def test_clicks_zoom_choose_a_metric_filter_and_open_a_trajectory(
   run_dir, browse
 ):
@@ -474,6 +491,14 @@ def test_the_picture_holds_curve_evaluations_and_publishes(run_dir):
   # 2 dots of the legend, 4 evaluations, 1 dot of the strip's legend and its 5
   # publishes (four periods have five ends).
   assert len(root.findall(f"{_SVG}circle")) == 2 + 4 + 1 + 5
+
+
+@pytest.mark.process
+def test_a_directory_without_a_run_gets_no_report(tmp_path):
+  done = commands.run("launch.report.__main__", f"--run={tmp_path}")
+  assert done.returncode == 2
+  assert f"{tmp_path} holds no run: no config.json" in done.stderr
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.process

@@ -4,11 +4,7 @@ import math
 import pytest
 
 from launch.run import display
-
-
-class Terminal(io.StringIO):
-  def isatty(self) -> bool:
-    return True
+from tests.helpers import terminal as terminal_lib
 
 
 class Clock:
@@ -41,6 +37,14 @@ def _plain(total_rounds: int = 300, quiet: bool = False):
     total_rounds, stream, quiet=quiet, clock=clock, now=lambda: "09:30:00"
   )
   return shown, stream, clock
+
+
+def test_an_evaluation_without_a_graded_episode_has_no_interval():
+  shown, stream, _ = _plain()
+  shown.start()
+  shown.evaluation(math.nan, 0.0, 1.0)
+  shown.close()
+  assert stream.getvalue() == "09:30:00 evaluation: success -\n"
 
 
 def test_a_line_shows_a_round():
@@ -84,8 +88,8 @@ def test_a_quiet_run_shows_notes_and_warnings_only(capsys):
   shown.warn("late")
   shown.note("report: report.html")
   shown.close()
-  assert stream.getvalue() == "report: report.html\n"
-  assert capsys.readouterr().err == "warning: late\n"
+  assert stream.getvalue() == "09:30:00 report: report.html\n"
+  assert capsys.readouterr().err == "09:30:00 warning: late\n"
 
 
 def test_a_line_tells_the_kind_of_fault_and_skipped_updates():
@@ -105,7 +109,9 @@ def test_a_long_fault_is_cut():
 def test_a_warning_goes_to_stderr_and_not_among_the_lines(capsys):
   shown, stream, _ = _plain(9)
   shown.warn("round 2: an update was skipped")
-  assert capsys.readouterr().err == "warning: round 2: an update was skipped\n"
+  assert capsys.readouterr().err == (
+    "09:30:00 warning: round 2: an update was skipped\n"
+  )
   assert stream.getvalue() == ""
 
 
@@ -149,11 +155,11 @@ def test_phases_are_lines_but_not_every_count_of_one():
   assert words[4].startswith("round 1/5")
 
 
-def test_a_note_is_printed_as_it_is():
+def test_a_note_is_printed_as_it_is_behind_the_time():
   shown, stream, _ = _plain()
   text = "[bold]groups[0:3][/bold] :warning: " + "x" * 200
   shown.note(text)
-  assert stream.getvalue() == f"{text}\n"
+  assert stream.getvalue() == f"09:30:00 {text}\n"
 
 
 def test_lines_hold_no_escapes_even_when_colour_is_forced(monkeypatch):
@@ -173,7 +179,7 @@ def terminal(monkeypatch):
   monkeypatch.setenv("TERM", "xterm-256color")
   monkeypatch.setenv("COLUMNS", "80")
   monkeypatch.setenv("NO_COLOR", "1")
-  return Terminal()
+  return terminal_lib.Terminal()
 
 
 def test_a_terminal_gets_a_panel_with_everything(terminal):
@@ -262,3 +268,21 @@ def test_a_sparkline_averages_a_long_history():
   # Halves of 0, 0, 1, 1 average to 0 and 1; out of range is clipped.
   assert display.sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
   assert display.sparkline([-1.0, 2.0]) == "▁█"
+
+
+def test_a_history_keeps_means_of_a_long_run():
+  history = display.History(most=4)
+  for value in (0.0, 1.0, 2.0):
+    history.add(value)
+  assert history.means() == [0.0, 1.0, 2.0]
+  history.add(3.0)
+  # Of two values each, and the last of what is there.
+  assert history.means() == [0.5, 2.5]
+  history.add(8.0)
+  assert history.means() == [0.5, 2.5, 8.0]
+  for value in range(5, 1000):
+    history.add(float(value))
+    assert len(history.means()) <= 4
+  # 3 parts of 256 values, and one of 232; the first has 8 in the place of 4.
+  first, *_ = history.means()
+  assert first == (sum(range(256)) + 4) / 256

@@ -220,6 +220,19 @@ def test_engines_start_beside_the_warm_start_and_take_its_weights(
   assert "first update after" in told
 
 
+def test_a_warm_start_of_faults_alone_ends_the_run_in_two_lines(
+  run_dir, capsys
+):
+  tree = experiment(
+    environment=fakes.Counting(turns=2, fault="start"),
+    warm_start=warm_start.WarmStart(steps=1, episodes=2),
+  )
+  assert local.train(tree, run_dir) == 1
+  *_, error, more = capsys.readouterr().out.splitlines()
+  assert "error: warm_start: of 2 demonstrations of counting" in error
+  assert more.endswith("more: twinmesh explain TM-R04")
+
+
 def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):
   # Steps of this size leave no finite number in the second round.
   wild = optimizers.AdamW(learning_rate=1e30)
@@ -254,7 +267,8 @@ def test_a_reward_that_never_works_ends_the_run_and_is_named(
   tree = experiment(reward=Broken(raises), rounds=9)
   assert local.train(tree, run_dir) == 1
   told = capsys.readouterr()
-  warned = told.err.splitlines()
+  # The time of day comes first.
+  warned = [line.split(" ", 1)[1] for line in told.err.splitlines()]
   starts = [f"warning: round {i} trained nothing: 16 of 16" for i in (1, 2, 3)]
   assert [line[: len(starts[0])] for line in warned] == starts
   assert all("reward_fault: " in line and says in line for line in warned)

@@ -4,19 +4,23 @@ Runs on a virtual clock that are killed now and then, and go on from one of
 their last two checkpoints, as those on disk do.
 """
 
+import asyncio
 import dataclasses
 import json
 import threading
+from typing import Any
 
 import pytest
 
+from envs import base
 from launch.report import log_check, run_files
 from launch.report import page as report_page
 from launch.run import log_retention
 from rl.loop import progress as progress_lib
-from rl.runtime import segments
+from rl.runtime import segments, watchdog
 from rl.schedule import overlap
 from rl.settings import overrides
+from rl.testing import fakes
 from tests.helpers import virtual_run
 
 ROUNDS = 16
@@ -176,6 +180,24 @@ def test_a_log_below_the_bound_is_left_alone(flying):
   assert trimmed(flying, ROUNDS, most - first // 2) >= 1
 
 
+def test_a_log_is_read_a_few_times_however_many_segments_go(
+  flying, monkeypatch
+):
+  log, read, lines = flying / "events.jsonl", [0], segments.lines
+
+  def counted(*args, **kwargs):
+    for line in lines(*args, **kwargs):
+      read[0] += 1
+      yield line
+
+  total, before = len([*lines(log)]), len(segments.closed(log))
+  monkeypatch.setattr(segments, "lines", counted)
+  # Its last restart is near the end, and each deletion reads until there.
+  number = trimmed(flying, ROUNDS, segments.num_bytes(log) * 2 // 3)
+  assert before > number >= before // 3
+  assert read[0] < 4 * total
+
+
 def test_the_rest_of_a_log_is_found_out_when_it_is_changed(flying):
   assert trimmed(flying, 6)
   log = flying / "events.jsonl"
@@ -291,3 +313,41 @@ def test_a_damaged_log_is_told_once_and_left(flying):
   (line,) = told_of
   assert "nothing of the log is deleted" in line
   assert not segments.deleted(flying / "events.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(fakes.Counting):
+  """A source that has no room for the sixth of its tasks, for ever."""
+
+  begun: list[base.Task] = dataclasses.field(default_factory=list)
+
+  def __call__(self, task):
+    if task not in self.begun:
+      self.begun.append(task)
+    environment: Any = super().__call__(task)
+    if self.begun.index(task) == 5:
+      environment.admit = asyncio.Event().wait
+    return environment
+
+
+def test_an_attempt_that_does_not_end_is_named_once_the_log_is_long(tmp_path):
+  # Without a token it has no age by which it could be dropped.
+  run = virtual_run.Run(SCHEDULES["drop"], rounds=ROUNDS, source=Full())
+  with pytest.raises(watchdog.Stalled):
+    run.start()
+  directory = a_run(tmp_path / "run", run.schedule)
+  written(directory / "events.jsonl", [run.log.events])
+  told_of = []
+  retention = log_retention.LogRetention(directory, 10**9, told_of.append)
+  retention.trim(ROUNDS)
+  assert not told_of
+  retention = log_retention.LogRetention(directory, 1, told_of.append)
+  for _ in range(2):
+    retention.trim(ROUNDS)
+  (line,) = told_of
+  assert "attempt 0 of group 5 is not over" in line
+  # What came before it is gone.
+  kept = [json.loads(x) for x in segments.lines(directory / "events.jsonl")]
+  begun = {x["group"] for x in kept if x["kind"] == "submitted"}
+  assert 5 in begun
+  assert 0 not in begun

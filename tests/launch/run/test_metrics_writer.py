@@ -1,9 +1,11 @@
 import json
 import math
 import struct
+import tracemalloc
 
 from tensorboardX.proto import event_pb2
 
+from launch.cli import run_repair
 from launch.run import metrics_writer
 
 
@@ -67,8 +69,29 @@ def test_lines_that_are_no_rows_are_cut_out(tmp_path):
   path = tmp_path / "metrics.jsonl"
   lines = [b'{"round": 1}', b"null", b"[]", b'{"x": 1}', b'{"round": "1"}']
   path.write_bytes(b"\n".join([*lines, b"\xff", b'{"round": 2}\n']))
-  assert metrics_writer.cut_back(path, 3) == [{"round": 1}, {"round": 2}]
+  assert metrics_writer.cut_back(path, 3) == {"round": 2}
   assert _rounds(path) == [1, 2]
+  assert metrics_writer.cut_back(path, 1) is None
+  assert _rounds(path) == []
+  assert metrics_writer.cut_back(tmp_path / "none.jsonl", 3) is None
+
+
+def test_a_long_file_is_cut_back_a_line_at_a_time(tmp_path):
+  path, rows = tmp_path / "metrics.jsonl", 300
+  row = json.dumps({"round": 0, "note": "x" * 20_000}) + "\n"
+  path.write_text("".join(row.replace("0", str(i), 1) for i in range(rows)))
+  tracemalloc.start()
+  try:
+    list(
+      run_repair.mend(tmp_path, trees=(), files=(), rows={path.name: "round"})
+    )
+    metrics_writer.cut_back(path, rows - 1)
+    _, peak = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+  # 6 MB of lines of 20 kB.
+  assert path.stat().st_size > 5_900_000
+  assert peak < 1_000_000
 
 
 def test_a_resumed_run_has_each_round_once(tmp_path):

@@ -1,5 +1,6 @@
 """Warnings after a round, from metrics and groups made by hand."""
 
+import math
 import pathlib
 
 import numpy as np
@@ -190,3 +191,23 @@ def test_a_round_of_flat_groups_is_told_although_routers_were_trained(warnings):
   assert warnings.after(_metrics(2, **flat), []) == []
   assert warnings.after(_metrics(3, **mixed), []) == []
   assert len(warnings.after(_metrics(4, **flat), [])) == 1
+
+
+@pytest.mark.parametrize(
+  ("success", "words"),
+  [
+    (0.0, "no episode succeeded, so the tasks are too hard; more warm_start."),
+    (1.0, "all episodes succeeded, so the tasks are too easy"),
+    (0.5, "the tasks are too easy or too hard, or the policy has become"),
+    (math.nan, "the tasks are too easy or too hard, or the policy has become"),
+  ],
+)
+def test_success_tells_tasks_that_are_too_hard_from_ones_too_easy(
+  warnings, success, words
+):
+  flat = {"zero_variance_groups": 4.0, "groups": 4.0, "success": success}
+  (empty,) = warnings.after(_metrics(1, **flat), [])
+  assert f"did equally well: {words}" in empty
+  warnings.after(_metrics(2, trained_tokens=8.0), [])
+  (trained,) = warnings.after(_metrics(3, trained_tokens=8.0, **flat), [])
+  assert f"did equally well: {words}" in trained

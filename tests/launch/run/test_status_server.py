@@ -12,6 +12,7 @@ import pytest
 
 from launch.run import status_server
 from rl.runtime import watchdog as watchdog_lib
+from tests.helpers import machine_speed
 
 
 def asked(run_dir, during=None):
@@ -65,7 +66,7 @@ def test_only_the_owner_of_the_run_can_ask(tmp_path):
         socket.create_connection(("127.0.0.1", where["port"])) as stream,
         contextlib.suppress(ConnectionError),
       ):
-        stream.settimeout(5)
+        stream.settimeout(machine_speed.scaled(5))
         stream.sendall(said)
         if len(said) < 32:
           stream.shutdown(socket.SHUT_WR)  # The server waits for the rest.

@@ -157,6 +157,10 @@ def test_a_file_of_many_runs_has_fewer_points(tmp_path, monkeypatch):
   found = runs.RunsDirectory(tmp_path).frozen("success", less=False)
   # Four: every second one, up to the newest.
   assert found["runs"]["a"]["rounds"] == [2, 4, 6, 8]
+  # Means of 0.1 and 0.2, of 0.3 and 0.4, and so on.
+  assert found["runs"]["a"]["metrics"]["success"] == pytest.approx(
+    [0.15, 0.35, 0.55, 0.75]
+  )
   assert found["runs"]["a"]["last"]["success"] == pytest.approx(0.45)
 
 
@@ -165,9 +169,22 @@ def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):
   rows = viewed_runs.metrics(5001)
   viewed_runs.write_lines(tmp_path / "a" / "metrics.jsonl", rows)
   curve = runs.RunsDirectory(tmp_path).curves("success")["runs"]["a"]
-  # Every third of 5001.
+  # Three of 5001 rounds are a point: the last is that of 499.9 to 500.1, in
+  # the place of round 5001.
   assert len(curve["rounds"]) == len(curve["values"]) == 1667
   assert curve["rounds"][-1] == 5001
+  assert curve["values"][-1] == pytest.approx(500.0)
+
+
+def test_evaluations_between_the_points_of_a_long_curve_are_kept(tmp_path):
+  path = viewed_runs.run(tmp_path / "a", 2)
+  viewed_runs.write_lines(path / "metrics.jsonl", viewed_runs.metrics(5001))
+  viewed_runs.write_lines(
+    path / "evaluations.jsonl", [{"round": 4000, "success": 0.25}]
+  )
+  curve = runs.RunsDirectory(tmp_path).curves("evaluation/success")
+  values = curve["runs"]["a"]["values"]
+  assert [x for x in values if x is not None] == [0.25]
 
 
 def test_a_run_that_grows_is_told_as_it_is_now(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from launch.http import http_server
 from launch.view import server
-from tests.helpers import commands, viewed_runs
+from tests.helpers import commands, machine_speed, viewed_runs
 
 pytestmark = pytest.mark.process
 
@@ -38,11 +38,11 @@ def served(root):
   thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
   thread.start()
   try:
-    assert ready.wait(60)
+    assert ready.wait(machine_speed.scaled(60))
     yield address[0]
   finally:
     loop.call_soon_threadsafe(stopping.set)
-    thread.join(60)
+    thread.join(machine_speed.scaled(60))
     loop.close()
 
 
@@ -94,7 +94,9 @@ RUN = "#run?name=rate1%2Fseed0"
 def get(url, **headers):
   request = urllib.request.Request(url, headers=headers)
   try:
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(
+      request, timeout=machine_speed.scaled(60)
+    ) as reply:
       return reply.status, reply.read(), reply.headers
   except urllib.error.HTTPError as error:
     with error:
@@ -233,6 +235,10 @@ def test_faults_stand_by_their_culprit(tmp_path, browser):
 def test_a_run_that_is_not_there_is_told_of(address, browser):
   browser.open(f"{address}/#run?name=none")
   assert "there is no run none here" in browser.text("#trouble")
+  browser.open(f"{address}/#run?run=first")
+  assert browser.text("#trouble") == (
+    "#run?run=first names no run; write #run?name=RUN"
+  )
   browser.leave()
   # The browser itself tells of nothing but the replies.
   assert {*browser.errors} == {
@@ -302,6 +308,47 @@ def test_a_trajectory_is_shown_turn_by_turn(address, browser):
     "document.querySelector('#detail .muted')?.innerText"
     ".startsWith('Round 1, group 5')"
   )
+
+
+def in_view(browser, selector):
+  """Returns whether an element lies in the window, and in what it scrolls."""
+  return browser.do(
+    "((e) => { const box = e?.getBoundingClientRect(), list = e?.closest("
+    "'.list')?.getBoundingClientRect() ?? { top: 0, bottom: innerHeight };"
+    " return Boolean(box) && box.top >= Math.max(0, list.top - 1) &&"
+    " box.top < Math.min(innerHeight, list.bottom); })"
+    f"(document.querySelector({json.dumps(selector)}))"
+  )
+
+
+def test_a_trajectory_of_an_address_is_scrolled_to(tmp_path, browser):
+  path = viewed_runs.run(tmp_path / "a")
+  rows = [viewed_runs.trajectory(k // 2, k % 2) for k in range(100)]
+  viewed_runs.write_round(path, 1, rows)
+  chosen = "[role='option'][aria-selected='true']"
+  with shown(tmp_path, browser) as address:
+    browser.open(f"{address}/#run?name=a")
+    assert not in_view(browser, "#trajectories")
+    browser.open(f"{address}/#run?name=a&trajectory=1/40/1")
+    # Its place is 40 * 2 + 1, counted from 0.
+    assert browser.values(chosen, "data-place") == ["81"]
+    assert in_view(browser, "#trajectories")
+    assert in_view(browser, chosen)
+    browser.do("location.hash = '#run?name=a&trajectory=1/3/0'")
+    browser.wait(f"document.querySelector(\"{chosen}\").dataset.place === '6'")
+    assert in_view(browser, chosen)
+    # One that is not there is told of, and comes once it is.
+    browser.do("location.hash = '#run?name=a&trajectory=2/0/0'")
+    browser.wait("document.querySelector('#detail .broken') !== null")
+    assert browser.text("#detail") == (
+      "There is no trajectory 2/0/0 on this page."
+    )
+    assert browser.count(chosen) == 0
+    viewed_runs.write_round(path, 2, rows)
+    browser.wait(
+      f"document.querySelector(\"{chosen}\")?.dataset.place === '100'"
+    )
+    assert in_view(browser, chosen)
 
 
 def test_the_mask_and_the_colours_of_tokens_are_told_apart(address, browser):
@@ -574,10 +621,10 @@ def test_the_command_serves_until_it_is_ended(root):
   with commands.start("launch.view", root, "--port=0") as process:
     assert process.stdout is not None
     told = process.stdout.readline()
-    assert told.startswith(f"the runs of {root} are shown at http://127.0.0.1:")
+    assert f" the runs of {root} are shown at http://127.0.0.1:" in told
     assert get(told.split()[-1])[0] == 200
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(machine_speed.scaled(60)) == 0
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ import rich.live
 import rich.progress_bar
 import rich.table
 
+from rl.runtime import log_line
+
 COLUMNS = 80
 _LINE_EVERY_S = 2.0
 _LONG_S = 2.0
@@ -40,7 +42,7 @@ class Steps:
     quiet: bool = False,
     panel: Callable[[], rich.console.RenderableType] | None = None,
     clock: Callable[[], float] = time.monotonic,
-    now: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
+    now: Callable[[], str] = log_line.time_of_day,
   ):
     """Shows nothing yet.
 
@@ -80,7 +82,8 @@ class Steps:
         console=self.console,
         get_renderable=self._panel or self.row,
         transient=self._panel is None,
-        # Leave stderr alone when it goes to a file.
+        # Leave alone what goes to a file.
+        redirect_stdout=sys.stdout.isatty(),
         redirect_stderr=sys.stderr.isatty(),
       )
       closing.enter_context(live)

@@ -6,7 +6,8 @@ import jax.monitoring
 import pytest
 import rich.console
 
-from launch.run import steps
+from launch.cli import steps
+from tests.helpers import terminal as terminal_lib
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
@@ -16,11 +17,6 @@ class Clock:
 
   def __call__(self) -> float:
     return self.now_s
-
-
-class Terminal(io.StringIO):
-  def isatty(self) -> bool:
-    return True
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def terminal(monkeypatch):
   monkeypatch.setenv("TERM", "xterm-256color")
   monkeypatch.setenv("COLUMNS", "80")
   monkeypatch.setenv("NO_COLOR", "1")
-  return Terminal()
+  return terminal_lib.Terminal()
 
 
 def of(stream, clock, **settings):
@@ -99,6 +95,13 @@ def test_a_terminal_is_left_empty_and_a_file_has_no_escapes(clock, terminal):
   # The last thing erases the row: up to its line, and to the end of it.
   assert terminal.getvalue().endswith("\x1b[1A\x1b[2K")
   assert "\x1b" not in stream.getvalue()
+
+
+def test_what_is_printed_meanwhile_goes_where_it_would(clock, terminal, capsys):
+  with of(terminal, clock):
+    print("a result")
+  assert capsys.readouterr().out == "a result\n"
+  assert "a result" not in terminal.getvalue()
 
 
 def test_the_longest_line_has_80_columns(clock):

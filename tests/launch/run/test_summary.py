@@ -1,0 +1,26 @@
+"""The lines about its metrics that a run ends with."""
+
+import json
+
+import pytest
+
+from launch.run import summary
+
+
+@pytest.mark.parametrize(
+  ("flat", "line"),
+  [
+    (0, "zero-variance groups: 0 of 8 (0%)"),
+    (
+      2,
+      "zero-variance groups: 2 of 8 (25%); their members did equally well, so "
+      "they taught nothing",
+    ),
+  ],
+)
+def test_zero_variance_is_explained_where_there_is_any(flat, line, tmp_path):
+  row = {"round": 1, "zero_variance_groups": flat, "groups": 8}
+  (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
+  lines = []
+  summary._log_metrics(tmp_path, lines.append)
+  assert lines == [line]
