@@ -34,7 +34,7 @@ help:
 	@echo '  make test ARGS="tests/rl/algorithms -k losses"'
 	@echo '  make test ROOM=rl/engine    its tests, and unit tests of its importers'
 	@echo '  make soak ARGS="--minutes=60 --seed=1"'
-	@echo '  make fuzz TIMES=200 ARGS="-k settings"'
+	@echo '  make fuzz SECONDS=600 ARGS="-k settings"'
 	@echo '  make lock ARGS=--upgrade'
 	@echo 'PYTHON=/path/to/python chooses the Python that .venv is made with.'
 
@@ -63,10 +63,12 @@ test-all: test test-slow
 soak: .venv/ready
 	@$(python) -m scripts.soak $(ARGS)
 
-# So many times the examples of make test, and other ones each time.
-TIMES = 20
+# Each search goes on for so long, with other examples each time, or those of a
+# SEED in hexadecimal.
+SECONDS = 60
 fuzz: .venv/ready
-	@TWINMESH_FUZZ=$(TIMES) $(pytest) -m hypothesis $(ARGS)
+	@TWINMESH_FUZZ=$(SECONDS) TWINMESH_FUZZ_SEED=$(SEED) $(pytest) \
+	  -m hypothesis $(ARGS)
 
 lint: .venv/ready
 	@$(python) -m ruff check .

@@ -8,12 +8,15 @@
           tests/helpers/damaged_runs.py: shown by the report, and claimed to go
           on
   kills   trials of scripts/soak.py from the first on, as many as --trials, a
-          minute or more each; each is printed when it is over
+          minute or more each, --jobs at once; each is printed when it is over
+  roles   as many for each kind of process, killed or stopped, in flight, each
+          --times
   disks   runs on disks of a few sizes that fill up; takes bubblewrap
 
 Writes benchmarks/results/hostile.json, of which `scripts.make_docs` makes the
-tables of docs/guides/hostile.md. Rooms that are left out keep their results.
-Others on the machine add to the waits.
+tables of docs/guides/hostile.md. Rooms that are left out keep their results;
+with --more, kills and roles add trials to theirs. Others on the machine add to
+the waits.
 """
 
 import collections
@@ -33,6 +36,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from typing import Any
 
 from absl import app, flags
@@ -43,10 +47,13 @@ from launch.cli import workdir
 from launch.report import page
 from launch.run import metrics_writer, status_server
 from rl.settings import annotations
-from tests.helpers import commands, damaged_runs, openai_server
+from tests.helpers import commands, damaged_runs, openai_server, processes
 
 _ROOMS = flags.DEFINE_list("rooms", ["server", "files"], "Rooms to try.")
-_TRIALS = flags.DEFINE_integer("trials", 8, "Trials of kills.", 1)
+_TRIALS = flags.DEFINE_integer("trials", 8, "Of kills, and of each role.", 1)
+_JOBS = flags.DEFINE_integer("jobs", 1, "Trials at once.", 1)
+_TIMES = flags.DEFINE_integer("times", 1, "Losses in a trial of roles.", 1)
+_MORE = flags.DEFINE_bool("more", False, "Adds trials to those that are kept.")
 
 _RESULT = commands.ROOT / "benchmarks" / "results" / "hostile.json"
 _LENGTH = 131_072
@@ -59,8 +66,14 @@ Row = Mapping[str, Any]
 def main(argv: list[str]) -> None:
   """Tries the rooms in turn, prints each row and keeps them all."""
   del argv
-  known = {"server": server, "files": files, "kills": kills, "disks": disks}
   kept = json.loads(_RESULT.read_text()) if _RESULT.exists() else {}
+  known = {
+    "server": server,
+    "files": files,
+    "kills": lambda: kills(kept.get("kills", []) * _MORE.value),
+    "roles": lambda: roles(kept.get("roles", []) * _MORE.value),
+    "disks": disks,
+  }
   rooms = {name: kept.get(name, []) for name in known}
   for name in _ROOMS.value:
     if name not in known:
@@ -69,7 +82,7 @@ def main(argv: list[str]) -> None:
     for row in known[name]():
       print(name, *(f"{key}={value}" for key, value in row.items()), flush=True)
       rooms[name].append(row)
-  machine.keep("hostile", **rooms)
+    machine.keep("hostile", **rooms)
 
 
 # The server.
@@ -271,30 +284,50 @@ class _Late(BaseException):
 # Kills and disks.
 
 
-def kills() -> Iterator[Row]:
+def kills(before: Iterable[Row]) -> Iterator[Row]:
   """Yields the trials of each way to hurt a run, and those it survived."""
-  yield from _by_way(map(_trial, range(_TRIALS.value)))
+  yield from _by_way(before, 1)
 
 
-def _trial(number: int) -> str:
-  """Makes a trial; returns what it printed, which is shown as well."""
-  command = [sys.executable, "-m", "scripts.soak", f"--only={number}"]
-  done = subprocess.run(
-    command, cwd=commands.ROOT, stdout=subprocess.PIPE, text=True, check=False
+def roles(before: Iterable[Row]) -> Iterator[Row]:
+  """Yields them of each kind of process, under the schedule in flight."""
+  for role in (*processes.ROLES, "run"):
+    kept = [row for row in before if row["role"] == role]
+    times = _TIMES.value
+    role_flags = (f"--role={role}", "--schedule=in_flight", f"--times={times}")
+    for row in _by_way(kept, times, *role_flags):
+      yield {"role": role, **row}
+
+
+def _by_way(
+  before: Iterable[Row], times: int, *arguments: str
+) -> Iterator[Row]:
+  """Makes trials beyond those of before; yields a row for each way to hurt."""
+  tried = collections.Counter({row["way"]: row["tried"] for row in before})
+  survived = collections.Counter(
+    {row["way"]: row["survived"] for row in before}
   )
-  print(done.stdout, end="", flush=True)
-  return done.stdout
 
+  def trial(number: int) -> str:
+    command = (sys.executable, "-m", "scripts.soak", f"--only={number}")
+    done = subprocess.run(
+      (*command, *arguments),
+      cwd=commands.ROOT,
+      stdout=subprocess.PIPE,
+      text=True,
+      check=False,
+    )
+    print(done.stdout, end="", flush=True)
+    return done.stdout
 
-def _by_way(printed: Iterable[str]) -> Iterator[Row]:
-  """Yields a row for each way to hurt a run, from what trials have printed."""
-  tried, survived = collections.Counter(), collections.Counter()
-  for text in printed:
-    found = re.search(r"(\w+) +[\d.]+ s", text)
-    way = "repeatable" if "repeatable," in text else found and found[1]
-    way = f"{way}{', into its report' * ('into its report' in text)}"
-    tried[way] += 1
-    survived[way] += " survived, " in text
+  first = tried.total()
+  with futures.ThreadPoolExecutor(_JOBS.value) as pool:
+    for text in pool.map(trial, range(first, first + _TRIALS.value)):
+      found = re.search(r"(\w+) +[\d.]+ s", text)
+      way = "repeatable" if "repeatable," in text else found and found[1]
+      way = f"{way}{', into its report' * ('into its report' in text)}"
+      tried[way] += times
+      survived[way] += times * (" survived, " in text)
   for way, count in sorted(tried.items()):
     yield {"way": way, "tried": count, "survived": survived[way]}
 

@@ -1,6 +1,7 @@
 """Hurts runs at random moments and lets them go on: make soak.
 
   python -m scripts.soak [--minutes=10] [--seed=0] [--only=NUMBER]
+      [--role=engine] [--schedule=in_flight] [--trials=20]
 
 Each trial is a small run under a random schedule, with or without a warm start,
 with its engine here or in a process of its own, some with the learner in two
@@ -26,6 +27,14 @@ output may be a traceback, and no process may be left. Logs are in many
 segments, of which the oldest are deleted. Deadlines grow with the load of the
 machine.
 
+With --role every trial has such a process, which is killed, or in every other
+trial stopped until it is missed, and none compares bits: the engine's, one of
+the learner's, of environments, of rewards, or the run itself. Within a minute,
+which grows with the load, the log must name it, or the output of a run that
+ends for it, as it does without a learner; or a run goes on that did not need
+the process of an environment or a reward. A trial repeats this --times, in one
+run if that goes on. --schedule gives all the same.
+
 Other trials kill a repeatable run, let it end, and compare its last checkpoint
 with that of one that was not killed: they must have the same bits.
 
@@ -44,21 +53,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import app, flags
 
 from configs import guess_number_schedules
 from launch.report import log_check, run_files
+from rl.audit import event_log
+from rl.runtime import segments
 from tests.helpers import commands, machine_speed, processes
 
 _MINUTES = flags.DEFINE_float("minutes", 10.0, "Time in which trials begin.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of all trials.")
 _ONLY = flags.DEFINE_integer("only", None, "Number of the one trial to make.")
 
+_ROLE = flags.DEFINE_enum(
+  "role", None, (*processes.ROLES, "run"), "Process to hurt; None: any, anyhow."
+)
+_SCHEDULE = flags.DEFINE_enum(
+  "schedule",
+  None,
+  list(guess_number_schedules.SCHEDULES),
+  "Of all trials; None draws it.",
+)
+_TRIALS = flags.DEFINE_integer("trials", None, "To make at most.", 1)
+_TIMES = flags.DEFINE_integer("times", 1, "Losses of the role in a trial.", 1)
+
 _CONFIG = "configs/guess_number_schedules.py"
 _ROUNDS_MORE = 3
-_LATEST_S = 40.0
+_LATEST_S, _LATER_S = 40.0, 10.0
+"""Into a run, and in trials of a role after the first rounds."""
 _PUBLISH, _CHECKPOINT = ", at a publish", ", at a checkpoint"
 _PLACES = (" at any moment", _PUBLISH, _CHECKPOINT)
 _WARM_START = ", in its warm start"
@@ -69,6 +93,8 @@ _SHORT_WAITS = {
 }
 _WAIT_S, _TOO_LONG_S = 30.0, 40.0
 _END_S = machine_speed.scaled(200.0)
+_NAMED_S = machine_speed.scaled(60.0)
+"""Deadlines of calls and heartbeats are shorter."""
 _REPORT_S = 3.0
 _DAY_S = 86400.0
 _REPEATABLE = 0.15
@@ -113,7 +139,8 @@ os.open = _refusing(os.open, lambda flags, *args, **kwargs: flags & _WRITES)
 for _name in ("mkdir", "remove", "rename", "replace", "rmdir", "unlink"):
   setattr(os, _name, _refusing(getattr(os, _name)))
 """
-_STATE = struct.Struct("d?")  # The offset of the clock; whether disks are full.
+_CLOCK, _READ_ONLY = (0, "d"), (8, "?")
+"""Places and formats in the state: seconds of the clock ahead; of the disk."""
 
 
 class Broken(Exception):
@@ -126,7 +153,7 @@ def main(argv: list[str]) -> None:
   if _ONLY.value is not None:
     sys.exit(0 if trial(_ONLY.value) else 1)
   number, failed, end_s = 0, 0, time.monotonic() + 60 * _MINUTES.value
-  while time.monotonic() < end_s:
+  while time.monotonic() < end_s and number != _TRIALS.value:
     failed += not trial(number)
     number += 1
   print(f"{number} passed, 0 failed" if not failed else f"{failed} failed")
@@ -136,7 +163,8 @@ def main(argv: list[str]) -> None:
 def trial(number: int) -> bool:
   """Makes a trial, and returns whether its run survived."""
   rng = random.Random(f"{_SEED.value}/{number}")
-  if rng.random() < _REPEATABLE:
+  role = _ROLE.value
+  if rng.random() < _REPEATABLE and role is None:
     return _repeat(number, rng.uniform(0.5, _LATEST_S))
   schedule = rng.choice(list(guess_number_schedules.SCHEDULES))
   is_remote, is_warm = rng.random() < 0.4, rng.random() < 0.4
@@ -148,11 +176,22 @@ def trial(number: int) -> bool:
   after_s = (
     rng.uniform(0, _REPORT_S) if is_report else rng.uniform(0.5, _LATEST_S)
   )
+  if place == _WARM_START and not is_report:
+    after_s /= 10  # The whole takes some seconds.
+  schedule = _SCHEDULE.value or schedule
+  if role is not None:
+    after_s = rng.uniform(0.5, _LATER_S)
+    way = _WAYS_OF_ROLE[number % len(_WAYS_OF_ROLE)]
+    is_report = is_warm = False
+    place = place if place in _PLACES else _PLACES[0]
+    is_remote |= role == "engine"
+    is_split |= role == "learner"
+    has_guests |= role in ("environment", "reward")
   title = (
     f"{number:4} {schedule:15} {'warm start' if is_warm else '':10} "
     f"{'process' if is_remote else '':7} {'split' if is_split else '':5} "
     f"{'guests' if has_guests else '':6} "
-    f"{way.__name__:15} {after_s:4.1f} s"
+    f"{f'{role} ' if role else ''}{way.__name__:15} {after_s:4.1f} s"
     f"{' into its report' if is_report else place}"
   )
   settings = {
@@ -169,23 +208,32 @@ def trial(number: int) -> bool:
     settings["warm_start.steps"] = "30"
   if is_remote:
     settings["placement.decode_processes"] = "1"
+    # One more than it is lost; none of them serves for long in between.
+    settings["recovery.attempts"] = str(max(4, _TIMES.value + 2))
   if is_split:
     settings["placement.learner.data"] = "2"
     settings["placement.learner_processes"] = "2"
   if has_guests:
     settings |= _GUESTS
-  if way is stopped_too_long:
+  few = {"rounds": str(_ROUNDS_MORE)} if is_report else {}
+  if has_guests and way in (role_stopped, stopped_too_long):
+    # Longer than it takes to start such a process.
+    settings |= dict.fromkeys(_SHORT_WAITS, "5")
+  elif way is stopped_too_long:
     settings |= _SHORT_WAITS
+  if way is stopped_too_long:
+    few["progress_timeout_s"] = f"{_WAIT_S:g}"
   workdir = pathlib.Path(tempfile.mkdtemp(prefix="soak_"))
   config = f"{_CONFIG}:{schedule}"
   command = commands.train(workdir, settings, config)
-  few = {"rounds": str(_ROUNDS_MORE)} if is_report else {}
-  if way is stopped_too_long:
-    few["progress_timeout_s"] = f"{_WAIT_S:g}"
   hurt = commands.train(workdir, settings | few, config)
   try:
     with _in_hand(workdir):
-      _hurt(hurt, way, after_s, workdir, "" if is_report else place)
+      more_s = [rng.uniform(0.5, _LATER_S) for _ in range(_TIMES.value - 1)]
+      moments_s = [after_s, *more_s]
+      while moments_s:
+        done = _hurt(hurt, way, moments_s, workdir, "" if is_report else place)
+        moments_s = moments_s[done:]
       _go_on(command, workdir)
   except Broken as error:
     _tell(title, number, error, workdir)
@@ -200,6 +248,9 @@ def _tell(
   title: str, number: int, error: Broken, workdir: pathlib.Path
 ) -> None:
   again = f"python -m scripts.soak --seed={_SEED.value} --only={number}"
+  for flag in (_ROLE, _SCHEDULE, _TIMES):
+    is_given = flag.value != flag.default
+    again += f" --{flag.name}={flag.value}" if is_given else ""
   print(f"{title}  BROKEN: {error}\n  its run: {workdir}\n  again: {again}")
 
 
@@ -237,12 +288,12 @@ def _in_hand(workdir: pathlib.Path) -> Iterator[None]:
   """Lets `_set` change clock and disk of runs that begin meanwhile."""
   with tempfile.TemporaryDirectory(prefix="soak_state_") as directory:
     pathlib.Path(directory, "sitecustomize.py").write_text(_MODULE)
+    pathlib.Path(directory, "state").write_bytes(bytes(9))
     before = dict(os.environ)
     paths = [directory, before.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ["SOAK_RUN"] = str(workdir)
     os.environ["SOAK_STATE"] = f"{directory}/state"
-    _set()
     try:
       yield
     finally:
@@ -250,58 +301,81 @@ def _in_hand(workdir: pathlib.Path) -> Iterator[None]:
       os.environ.update(before)
 
 
-def _set(*, clock_s: float = 0.0, read_only: bool = False) -> None:
-  path = pathlib.Path(os.environ["SOAK_STATE"])
-  path.touch()
-  with path.open("r+b") as file:  # Which processes have mapped.
-    file.write(_STATE.pack(clock_s, read_only))
+def _set(part: tuple[int, str], value: float | bool) -> None:
+  place, form = part
+  with pathlib.Path(os.environ["SOAK_STATE"]).open("r+b") as file:
+    file.seek(place)  # Processes have mapped it.
+    file.write(struct.pack(form, value))
 
 
 def _hurt(
   command: list[str],
   way: Callable[[subprocess.Popen[str]], bool],
-  after_s: float,
+  moments_s: Sequence[float],
   workdir: pathlib.Path,
   place: str,
-) -> None:
-  """Starts a run, hurts it and waits until it has ended.
+) -> int:
+  """Starts a run, hurts it, and returns how often when it has ended.
 
   Args:
-    place: one of `_PLACES`, which comes after the time; "" is the report, and
-      then the time counts from the last round. The warm start comes before it.
+    moments_s: at which it is hurt: seconds since its start; in trials of a
+      role, since the rounds after its start or after it was hurt before.
+    place: one of `_PLACES`, which comes after the time. It counts from the last
+      round if this is "", the report, and from the first step of a warm start.
   """
+  done, ends = 0, False
   with _begun(command) as process:
     seen: set[int] = set()
-    if not place:
-      seen = _workers_until(
-        process,
-        time.monotonic() + _END_S,
-        lambda: processes.rounds(workdir) >= _ROUNDS_MORE,
-      )
-    if place == _WARM_START:
-      after_s /= 10  # The whole takes some seconds.
+    begun: Mapping[str, Callable[[], bool]] = {
+      "": lambda: processes.rounds(workdir) >= _ROUNDS_MORE,
+      _WARM_START: (workdir / "warm_start.jsonl").exists,
+    }
+    if place in begun:
+      seen = _workers_until(process, time.monotonic() + _END_S, begun[place])
+    for after_s in moments_s:
+      if _ROLE.value is not None:
+        seen |= _rounds_more(process, workdir)
+      seen |= _workers_until(process, time.monotonic() + after_s)
       _wait_for(place, process, workdir)
-    seen |= _workers_until(process, time.monotonic() + after_s)
-    if place != _WARM_START:
-      _wait_for(place, process, workdir)
-    if process.poll() is None and not way(process):
+      ends = process.poll() is not None or way(process)
+      done += 1
+      if ends or process.poll() is not None:
+        break
+    is_asked = not ends and process.poll() is None
+    if is_asked:
       time.sleep(_STOPPED_S)  # It goes on, and is asked to end.
       process.terminate()
     output = _output(process)
   _check_output(output)
+  if not ends and not is_asked and (_ROLE.value or "") not in output:
+    raise Broken(f"it ended, and does not name the role: {output[-2000:]}")
   _check_gone(seen)
+  return done
+
+
+def _rounds_more(
+  process: subprocess.Popen[str], workdir: pathlib.Path
+) -> set[int]:
+  """Waits for a few more rounds; returns the workers of the run meanwhile."""
+  last = processes.rounds(workdir) + _ROUNDS_MORE
+  end_s = time.monotonic() + _END_S
+  seen = _workers_until(
+    process, end_s, lambda: processes.rounds(workdir) >= last
+  )
+  if processes.rounds(workdir) < last:
+    process.kill()
+    raise Broken(f"it does not go on: {_output(process)[-2000:]}")
+  return seen
 
 
 def _wait_for(
   place: str, process: subprocess.Popen[str], workdir: pathlib.Path
 ) -> None:
-  """Waits until a run publishes, writes a checkpoint or begins to learn."""
-  if place not in (_PUBLISH, _CHECKPOINT, _WARM_START):
+  """Waits until a run publishes, or writes a checkpoint."""
+  if place not in (_PUBLISH, _CHECKPOINT):
     return
 
   def state() -> object:
-    if place == _WARM_START:
-      return (workdir / "warm_start.jsonl").exists()
     if place == _CHECKPOINT:
       return sorted((workdir / "checkpoints").glob("*"))
     return processes.rounds(workdir)  # They are counted beside the publish.
@@ -315,16 +389,9 @@ def _wait_for(
 
 def _go_on(command: list[str], workdir: pathlib.Path) -> None:
   """Gives the command again, and checks the run after a few more rounds."""
-  _set()
-  before = processes.rounds(workdir)
+  _set(_READ_ONLY, False)  # The clock stays wrong.
   with _begun(command) as process:
-    deadline_s = time.monotonic() + _END_S
-    while processes.rounds(workdir) < before + _ROUNDS_MORE:
-      if process.poll() is not None or time.monotonic() > deadline_s:
-        process.kill()
-        raise Broken(f"it does not go on: {_output(process)[-2000:]}")
-      time.sleep(0.1)
-    seen = processes.workers_of(process)
+    seen = _rounds_more(process, workdir)
     process.terminate()
     output = _output(process)
   _check_output(output)
@@ -412,7 +479,7 @@ def stopped_too_long(process: subprocess.Popen[str]) -> bool:
 def read_only(process: subprocess.Popen[str]) -> bool:
   """Lets the run write no file, make none and move none."""
   del process
-  _set(read_only=True)
+  _set(_READ_ONLY, True)
   return False
 
 
@@ -437,7 +504,7 @@ def clock_jumped(process: subprocess.Popen[str]) -> bool:
   """Moves the clock of the run ahead by a day, and back by two."""
   del process  # It and its workers have the clock of the trial.
   for offset_s in (_DAY_S, -_DAY_S):
-    _set(clock_s=offset_s)
+    _set(_CLOCK, offset_s)
     time.sleep(_STOPPED_S / 2)
   return False
 
@@ -463,6 +530,85 @@ def workers_stopped(process: subprocess.Popen[str]) -> bool:
   return False
 
 
+def role_killed(process: subprocess.Popen[str]) -> bool:
+  """Kills the newest process of the role."""
+  return _of_role_signalled(process, signal.SIGKILL)
+
+
+def role_stopped(process: subprocess.Popen[str]) -> bool:
+  """Lets no time pass for it until it was missed; for the run, for a while."""
+  return _of_role_signalled(process, signal.SIGSTOP)
+
+
+def _of_role_signalled(
+  process: subprocess.Popen[str], number: signal.Signals
+) -> bool:
+  role = _ROLE.value
+  since_s = max((event["t"] for event in _events()), default=0.0)
+  for pid in _of_role(process):
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, number)
+      if role != "run":
+        _wait_until_named(process, since_s)
+      elif number == signal.SIGSTOP:
+        time.sleep(_TOO_LONG_S)
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGCONT)
+  return (role, number) == ("run", signal.SIGKILL)
+
+
+def _wait_until_named(process: subprocess.Popen[str], since_s: float) -> None:
+  """Waits until the log names the role, or the run ends.
+
+  Or until it has gone on, where a process without work may not be missed.
+  """
+  run, role = pathlib.Path(os.environ["SOAK_RUN"]), _ROLE.value
+  status = {"environment": "env_fault", "reward": "reward_fault"}.get(
+    role or ""
+  )
+  before, end_s = processes.rounds(run), time.monotonic() + _NAMED_S
+
+  def names(event: event_log.Event) -> bool:
+    if status is None:
+      return event["kind"] == "engine_lost"
+    return event.get("status") == status
+
+  while process.poll() is None:
+    if any(event["t"] > since_s and names(event) for event in _events()):
+      return
+    if status and processes.rounds(run) >= before + _ROUNDS_MORE:
+      return
+    if time.monotonic() > end_s:
+      raise Broken(f"nothing names the {role} in {_NAMED_S:g} s")
+    time.sleep(0.5)
+
+
+def _events() -> list[event_log.Event]:
+  path = pathlib.Path(os.environ["SOAK_RUN"], "events.jsonl")
+  while True:
+    before = segments.deleted(path)
+    try:
+      return list(event_log.LogFile(path)) if path.exists() else []
+    except segments.Damaged:
+      # The run has deleted another segment meanwhile.
+      if segments.deleted(path) == before:
+        raise
+
+
+def _of_role(process: subprocess.Popen[str]) -> list[int]:
+  """Returns the newest process of the role, when one is up."""
+  if _ROLE.value == "run":
+    return [process.pid]
+  end_s = time.monotonic() + _END_S
+  while process.poll() is None:
+    if found := processes.workers_of(process, _ROLE.value):
+      return found[-1:]
+    if time.monotonic() > end_s:
+      raise Broken(f"no process of role {_ROLE.value} in {_END_S:g} s")
+    time.sleep(0.05)
+  return []
+
+
 def _stop(pid: int, seconds: float = _STOPPED_S) -> None:
   with contextlib.suppress(ProcessLookupError):
     os.kill(pid, signal.SIGSTOP)
@@ -480,6 +626,7 @@ _WAYS = (
   out_of_files,
   clock_jumped,
 )
+_WAYS_OF_ROLE = (role_killed, role_stopped)
 _WAYS_OF_WORKERS = (workers_killed, one_worker_killed, workers_stopped)
 
 

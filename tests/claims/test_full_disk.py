@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import commands, machine_speed
+from tests.helpers import commands, machine_speed, processes
 
 SETTINGS = commands.TINY | {"rounds": "40"}
 DISK_KB = 30_000
@@ -61,3 +61,25 @@ def test_a_run_on_a_full_disk_ends_with_the_reason_and_goes_on_with_room(
   assert then.endswith("ended with 0\n"), then
   assert "error 0" in then
   assert "Traceback" not in then
+
+
+def test_a_run_whose_disk_is_gone_ends_with_the_reason_and_goes_on(tmp_path):
+  run, away = tmp_path / "run", tmp_path / "away"
+  command = commands.train(run, SETTINGS | {"rounds": "100000"})
+  with commands.start(*command) as process:
+    processes.until(lambda: processes.rounds(run) >= 2, process)
+    run.rename(away)
+    output = process.communicate(timeout=processes.DEADLINE_S)[0]
+  assert process.returncode == 1, output
+  assert (
+    f"cannot be written: No such file or directory; {run} is gone" in output
+  )
+  assert "Traceback" not in output
+  assert not run.exists()
+  away.rename(run)
+  before = processes.rounds(run)
+  with commands.start(*command) as process:
+    processes.until(lambda: processes.rounds(run) > before + 2, process)
+    process.terminate()
+    output = process.communicate(timeout=processes.DEADLINE_S)[0]
+  assert "error 0" in output, output

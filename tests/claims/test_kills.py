@@ -102,22 +102,32 @@ def finish(run_dir, settings):
   check_log(run_dir)
 
 
-def test_a_killed_part_of_the_learner_ends_the_run_which_goes_on(tmp_path):
+@pytest.mark.parametrize(
+  ("number", "told", "times"),
+  [
+    (signal.SIGKILL, "ended with code -9", KILLS),
+    # After 30 s of silence.
+    (signal.SIGSTOP, "it does not answer", 1),
+  ],
+)
+def test_a_killed_or_stopped_part_of_the_learner_ends_the_run_which_goes_on(
+  tmp_path, number, told, times
+):
   rng = random.Random(2)
   settings = commands.TINY | MANY | LATE
   settings |= {
     "placement.learner.data": "2",
     "placement.learner_processes": "2",
   }
-  for _ in range(KILLS):
+  for _ in range(times):
     with commands.start(*commands.train(tmp_path, settings)) as process:
       processes.until(lambda: len(processes.workers_of(process)) == 2, process)
       time.sleep(rng.uniform(0, 30))
       seen = processes.workers_of(process)
-      os.kill(rng.choice(seen), signal.SIGKILL)
+      os.kill(rng.choice(seen), number)
       output = process.communicate(timeout=processes.DEADLINE_S)[0]
     assert process.returncode not in (0, -signal.SIGKILL), output
     assert "learner" in output
-    assert "ended with code -9" in output
+    assert told in output
     assert not processes.outliving(seen)
   finish(tmp_path, settings)

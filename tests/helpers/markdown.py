@@ -13,6 +13,12 @@ def blocks(page: pathlib.Path, language: str = "") -> list[str]:
   return [text for found, text in fences if found == language]
 
 
+def block(page: pathlib.Path, part: str) -> str:
+  """Returns the one block of Python on a page that has this part."""
+  (found,) = (code for code in blocks(page, "python") if part in code)
+  return found
+
+
 def commands(page: pathlib.Path) -> list[list[str]]:
   """Returns the arguments of every command in a page's code blocks."""
   lines = "".join(blocks(page)).replace("\\\n", " ").splitlines()

@@ -99,7 +99,7 @@ class Server:
 
   def until(self, condition):
     """Waits until a condition holds, 10 s at most."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + machine_speed.scaled(10)
     while not condition():
       assert time.monotonic() < deadline
       time.sleep(0.005)
@@ -123,10 +123,10 @@ def serve(chat, **settings):
   thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
   thread.start()
   try:
-    assert ready.wait(10)
+    assert ready.wait(machine_speed.scaled(10))
     yield server
   finally:
     loop.call_soon_threadsafe(stop.set)
-    thread.join(20)
+    thread.join(machine_speed.scaled(20))
     assert not thread.is_alive()
     loop.close()

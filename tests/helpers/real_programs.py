@@ -1,10 +1,11 @@
 """Runs and restores the programs of a real learner, for its tests."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import pytest
 
 from rl.runtime import checkpoint, mesh_thread, trace
 
@@ -29,9 +30,9 @@ def saved_and_restored(path, state, abstract) -> Any:
   return restored.state
 
 
-@pytest.fixture(scope="module", autouse=True)
-def optimised():
-  """Compiles what users run; for a module that names it.
+@contextlib.contextmanager
+def optimised() -> Iterator[None]:
+  """Compiles what users run, in its body.
 
   Sums are compared there to their last digits.
   """

@@ -48,6 +48,11 @@ class Uncallable:
   scale: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bare:
+  pass
+
+
 @dataclasses.dataclass
 class Thawed:
   scale: float = 1.0
