@@ -1,4 +1,4 @@
-"""Calibrates a simulation on two runs of one machine.
+"""Calibrates a simulation on one or two runs of one machine.
 
   sync, alone      -> seconds of a dispatch, of a trained id, of an optimizer
                       step, of a publish; of the host for a turn and a group
@@ -9,12 +9,18 @@
 In a synchronous run the meshes work one after the other, and in flight at once.
 On one machine they share its cores, and the difference is the cost of that.
 Nothing is fitted to any other schedule.
+
+Where meshes have accelerators of their own, `of_processes` takes the first run
+alone, with an engine in a process of its own, and from its publishes the
+seconds of a call to a process and of a copy of all weights.
 """
 
 import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+
+import jax
 
 from benchmarks import one_engine
 from envs import base, delayed
@@ -28,9 +34,11 @@ from rl.simulation import (
   dispatched_engine,
   distributions,
   host_thread,
+  processes,
   result,
   simulate,
   workload,
+  world,
 )
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
@@ -89,26 +97,52 @@ class Calibrated:
 def of(sync: one_engine.Run, flying: one_engine.Run) -> Calibrated:
   """Returns the calibration by a synchronous run and one in flight."""
   sync, flying = settled(sync), settled(flying)
-  experiment, log = sync.experiment, sync.events
-  work = host_work(sync)
-  settings = simulate.Simulation(
-    cluster=simulate.Cluster(
-      learner=learner(sync),
-      pools=(pool(sync, flying),),
-      transfer_s=_publish_s(log),
-      host=work,
-    ),
+  cluster = simulate.Cluster(
+    learner=learner(sync),
+    pools=(pool(sync, flying),),
+    transfer_s=_publish_s(sync.events),
+    host=host_work(sync),
+  )
+  return Calibrated(
+    settings=_settings(sync, cluster),
+    sharing=sharing(sync, flying, cluster.host),
+    behind_s=_publish_s(flying.events),
+    recorded=recorded(sync),
+  )
+
+
+def of_processes(sync: one_engine.Run) -> Calibrated:
+  """Returns the calibration by a run with an engine in a process of its own.
+
+  Nothing is shared, and a publish costs the same behind training.
+  """
+  sync = settled(sync)
+  cluster = simulate.Cluster(
+    learner=learner(sync),
+    pools=(dataclasses.replace(pool(sync, sync), processes=1),),
+    transfer_s=0.0,
+    host=host_work(sync),
+    processes=process_costs(sync),
+  )
+  return Calibrated(
+    settings=_settings(sync, cluster),
+    sharing=Sharing(learner=0.0, decode=0.0, host=0.0),
+    behind_s=0.0,
+    recorded=recorded(sync),
+  )
+
+
+def _settings(
+  sync: one_engine.Run, cluster: simulate.Cluster
+) -> simulate.Simulation:
+  experiment = sync.experiment
+  return simulate.Simulation(
+    cluster=cluster,
     workloads=(task(sync),),
     overlap=experiment.overlap,
     rollout=experiment.rollout,
     rounds=experiment.rounds,
     seed=experiment.seed,
-  )
-  return Calibrated(
-    settings=settings,
-    sharing=sharing(sync, flying, work),
-    behind_s=_publish_s(flying.events),
-    recorded=recorded(sync),
   )
 
 
@@ -181,10 +215,69 @@ def slowed(
 
 
 def decode_spans(record: simulate.RunRecord) -> list[trace.Span]:
-  """Returns the dispatches of the only simulated engine, as in a real run."""
-  (states,) = record.states
-  busy = result.in_state(states, record.virtual_s, "decode")
-  return [trace.Span("decode", "decode", *one) for one in busy]
+  """Returns the dispatches of all simulated engines, as in a real run."""
+  return [
+    trace.Span("decode", "decode", *one)
+    for states in record.states
+    for one in result.in_state(states, record.virtual_s, "decode")
+  ]
+
+
+def replay(
+  settings: simulate.Simulation, recorded: Sequence[trajectory.Group]
+) -> simulate.RunRecord:
+  """Returns a simulation that repeats recorded episodes.
+
+  Raises:
+    RuntimeError: it broke a promise of its schedule.
+  """
+  thread = host_thread.HostThread(settings.cluster.host)
+  record = simulate.simulate(
+    settings,
+    world.World(
+      settings.workloads, settings.seed, thread=thread, recorded=recorded
+    ),
+  )
+  if broken := record.violations:
+    raise RuntimeError(f"the simulation broke its promises: {broken[:3]}")
+  return record
+
+
+# Processes.
+
+
+def process_costs(sync: one_engine.Run) -> processes.ProcessCosts:
+  """Returns the costs of a process, of publishes while nothing else goes on.
+
+  Each of them writes the weights, has the engine read them, and has it switch.
+  """
+  copies_s = sum(
+    statistics.median(seconds(sync, name)) for name in ("store", "stage")
+  )
+  calls_s = max(_publish_s(sync.events) - copies_s, 0.0)
+  return processes.ProcessCosts(call_s=calls_s / 2, copy_s=copies_s / 2)
+
+
+def divided(
+  settings: simulate.Simulation, learners: int, engines: int
+) -> simulate.Simulation:
+  """Returns a simulation with more processes than the one of each.
+
+  Rows and optimizer steps are divided among the processes of the learner.
+  """
+  cluster = settings.cluster
+  trains, (engine,) = cluster.learner, cluster.pools
+  trains = dataclasses.replace(
+    trains,
+    token_s=trains.token_s / learners,
+    update_s=trains.update_s / learners,
+    accelerators=learners,
+    processes=learners,
+  )
+  pools = (dataclasses.replace(engine, engines=engines),)
+  return dataclasses.replace(
+    settings, cluster=dataclasses.replace(cluster, learner=trains, pools=pools)
+  )
 
 
 # Decoding.
@@ -198,7 +291,7 @@ def pool(sync: one_engine.Run, flying: one_engine.Run) -> simulate.EnginePool:
   settings, model = sync.experiment.engine, sync.experiment.model
   assert isinstance(settings, engine_settings.EngineSettings)
   assert settings.slots is not None
-  _, layout = sync.experiment.placement.layouts()
+  mesh = sync.experiment.placement.decode
   tokens = sum(e["tokens"] for e in event_log.of_kind(flying.events, "turn"))
   per_dispatch = tokens / len(seconds(flying, "decode"))
   return simulate.EnginePool(
@@ -212,7 +305,8 @@ def pool(sync: one_engine.Run, flying: one_engine.Run) -> simulate.EnginePool:
     dispatches=dispatched_engine.Dispatches(
       settings=settings,
       model=model,
-      layout=layout,
+      # Of devices of this process, also if the engine has another.
+      layout=mesh.layout(jax.devices()[: mesh.size]),
       dispatch_s=_dispatch_s(sync),
     ),
   )

@@ -4,6 +4,9 @@ import json
 import os
 import pathlib
 import platform
+import resource
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,6 +28,21 @@ def describe() -> str:
     f"{platform.python_version()}, jax {jax.__version__} on "
     f"{jax.default_backend()}"
   )
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+  """Returns the CPU seconds of this process and of others that run."""
+  ticks = 0
+  for pid in pids:
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1]
+    ticks += sum(map(int, fields.split()[11:13]))
+  return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def children_s() -> float:
+  """Returns the processor time of all children that have ended, in seconds."""
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return used.ru_utime + used.ru_stime
 
 
 def _processor() -> str:

@@ -1,6 +1,8 @@
-"""Runs one after another on one engine and one learner, compiled once.
+"""Runs one after another on the same engines and learner, compiled once.
 
-  Bench.play(experiment)  initial weights -> engine -> coordinator -> Run
+  Bench.play(experiment)  initial weights -> engines -> coordinator -> Run
+
+Engines, and a learner of several processes, may have processes of their own.
 
 Between runs nothing but compiled programs remains: weights, optimizer, caches,
 tasks and noise begin anew, so that two runs of one seed see the same.
@@ -71,21 +73,35 @@ class Run:
 
 
 class Bench:
-  """An engine and a learner that serve one run after another.
+  """Engines and a learner that serve one run after another.
 
   Args:
     parts: of any of the runs, `assemble.build`; the caller closes them.
+
+  Attributes:
+    params: that all runs start from, on the host.
   """
 
   def __init__(self, parts: assemble.Parts):
     self._parts = parts
-    self._params: Any = None
+    self.params: Any = None
 
-  async def start(self) -> None:
-    """Trains what the runs start from, and compiles all programs in a round."""
+  async def start(self, params: Any = None) -> None:
+    """Compiles all programs in a round.
+
+    Args:
+      params: that the runs start from, of another bench; None trains them.
+    """
     parts = self._parts
-    state = await initial_state.create(parts)
-    self._params = jax.device_get(state.params)
+    await parts.open()
+    if params is None:
+      trained = await initial_state.create(parts)
+      fetch = parts.programs.fetch
+      params = jax.device_get(
+        await parts.learner_thread.run("fetch", fetch, trained.params)
+      )
+    self.params = params
+    state = await parts.learner_thread.run("init", self._fresh)
     await parts.start(state, 0)
     await self.play(dataclasses.replace(parts.experiment, rounds=1))
 
@@ -136,15 +152,13 @@ class Bench:
       policy_lib.of(parts.experiment.model).axes
     )
     with jax.transfer_guard("allow"):
-      return parts.programs.wrap(jax.device_put(self._params, places))
+      state = parts.programs.wrap(jax.device_put(self.params, places))
+    return parts.programs.put(state)
 
   def _rewired(self, experiment: experiment_lib.Experiment) -> assemble.Parts:
     """Returns the parts with everything new that a run changes."""
     parts, log = self._parts, event_log.EventLog()
-    engines = [
-      typing.cast(contract.DecodeEngine, _Renewed(served))
-      for served in parts.engines
-    ]
+    engines = list(map(_renewed, parts.engines))
     serving = router.Router(engines, routing=experiment.routing, log=log)
     return dataclasses.replace(
       parts,
@@ -158,6 +172,8 @@ class Bench:
           parts.decode_layouts,
           parts.learner_thread,
           parts.copy_thread,
+          fetch=parts.gang and parts.programs.fetch,
+          remote=parts.remote,
         ),
         log,
         parts.spans,
@@ -167,6 +183,12 @@ class Bench:
       ),
       tasks=assemble.tasks(experiment),
     )
+
+
+def _renewed(served: contract.DecodeEngine) -> contract.DecodeEngine:
+  is_staging = isinstance(served, contract.StagingEngine)
+  renewed = _RenewedStaging if is_staging else _Renewed
+  return typing.cast(contract.DecodeEngine, renewed(served))
 
 
 class _Renewed:
@@ -211,6 +233,14 @@ class _Renewed:
     await self._served.update_weights(
       version + self._before, params, in_flight, on_step
     )
+
+
+class _RenewedStaging(_Renewed):
+  """Such an engine to which weights are brought before it serves them."""
+
+
+# A protocol does not see `__getattr__`.
+typing.cast(Any, contract.StagingEngine).register(_RenewedStaging)
 
 
 class _Watcher(progress.RunObserver):

@@ -29,15 +29,13 @@ import asyncio
 import dataclasses
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import calibration, machine, one_engine
+from benchmarks import calibration, declared_devices, machine, one_engine
 from configs import guess_number_schedules
 from envs import delayed
 from launch.cli import flags, jax_setup
@@ -46,11 +44,10 @@ from rl import experiment as experiment_lib
 from rl.audit import event_log, token_ledger
 from rl.data import trajectory
 from rl.pools import router, weight_transfer
-from rl.runtime import mesh_thread, trace
+from rl.runtime import trace
 from rl.schedule import overlap
-from rl.simulation import host_thread, simulate
 from rl.simulation import result as simulation_result
-from rl.simulation import world as simulated_world
+from rl.simulation import simulate
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 11, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each schedule.")
@@ -91,65 +88,40 @@ TASKS: Mapping[
 }
 
 
-class _Device(mesh_thread.MeshThread):
-  """The thread of a mesh whose programs take as long as is declared.
+class _Devices:
+  """The stand-in of accelerators.
 
   Attributes:
-    is_declared: whether they do, or end when they are computed.
+    are_declared: whether programs take what is declared, or end when they are
+      computed.
   """
 
-  is_declared = False
+  are_declared = False
 
-  def submit(
-    self, name: str, function: Callable[..., Any], *args
-  ) -> asyncio.Future[Any]:
-    """Queues a program; it ends no earlier than is declared."""
-
-    def declared(*args) -> Any:
-      end = time.monotonic() + (_declared_s(name, args) * self.is_declared)
-      result = jax.block_until_ready(function(*args))
-      time.sleep(max(end - time.monotonic(), 0.0))
-      return result
-
-    return super().submit(name, declared, *args)
+  def seconds(self, name: str, args: Sequence[Any]) -> float:
+    """Returns the least seconds of a program."""
+    pace = declared_devices.Pace(
+      dispatch_s=_DISPATCH_S.value, row_s=_ROW_S.value
+    )
+    return pace.seconds(name, args) * self.are_declared
 
 
-def _declared_s(name: str, args: Sequence[Any]) -> float:
-  """Returns the seconds of a program on the stand-in of an accelerator."""
-  if name == "decode":
-    return _DISPATCH_S.value
-  if name == "accumulate":
-    _, _, packed, *_ = args
-    return _ROW_S.value * len(packed.tokens)
-  return 0.0
-
-
-def _on_devices(
-  parts: assemble.Parts,
-) -> tuple[assemble.Parts, Sequence[_Device]]:
+def _on_devices(parts: assemble.Parts, devices: _Devices) -> assemble.Parts:
   """Returns the parts with meshes whose programs may take a declared time."""
   experiment = parts.experiment
-  learner, decode = (
-    _Device(track, parts.spans) for track in ("learner", "decode")
-  )
+  (decode,) = parts.decode_threads
+  declared = declared_devices.DeclaredThread(decode, devices.seconds)
   model = weight_transfer.pool_model(
     experiment.model, experiment.publishing.dtype
   )
   engines = assemble.engines(
-    experiment.engine, model, parts.decode_layouts, [decode]
+    experiment.engine, model, parts.decode_layouts, [declared]
   )
   serving = router.Router(engines, routing=experiment.routing, log=parts.log)
-  paced = dataclasses.replace(
-    parts,
-    engines=engines,
-    decode_threads=[decode],
-    learner_thread=learner,
-    router=serving,
-    trainer=assemble.trainer(
-      experiment, parts.learner_layout, parts.programs, learner, None
-    ),
+  return declared_devices.with_learner(
+    dataclasses.replace(parts, engines=engines, router=serving),
+    devices.seconds,
   )
-  return paced, (learner, decode)
 
 
 # What a run was worth, measured or simulated.
@@ -245,23 +217,11 @@ def _simulated(
 
   Args:
     recorded: groups whose episodes it repeats.
-
-  Raises:
-    RuntimeError: it broke a promise of the schedule.
   """
-  world = simulated_world.World(
-    settings.workloads,
-    settings.seed,
-    thread=host_thread.HostThread(settings.cluster.host),
-    recorded=recorded,
-  )
-  record = simulate.simulate(settings, world)
-  result = simulation_result.measure(record)
-  if broken := result.violations:
-    raise RuntimeError(f"the simulation broke its promises: {broken[:3]}")
+  record = calibration.replay(settings, recorded)
   spans = [*record.spans, *calibration.decode_spans(record)]
   row = outcome(record.events, spans, settings.overlap, settings.rounds)
-  return row | {"ideal_s": result.ideal_s}
+  return row | {"ideal_s": simulation_result.measure(record).ideal_s}
 
 
 # Running all of them.
@@ -279,21 +239,18 @@ async def run_all(
   Args:
     selector: of the running loop.
   """
-  built = assemble.build(base)
-  parts, devices = _on_devices(built)
+  devices = _Devices()
+  parts = _on_devices(assemble.build(base), devices)
   selector.spans = parts.spans
   bench = one_engine.Bench(parts)
   runs: dict[str, _Runs] = {}
   try:
     await bench.start()
     for task in _TASKS.value:
-      for device in devices:
-        device.is_declared = task == "accelerator"
+      devices.are_declared = task == "accelerator"
       runs[task] = await _repeat(bench, TASKS[task](base))
   finally:
     await parts.close()
-    for unused in (built.learner_thread, *built.decode_threads):
-      unused.close()
   return runs
 
 

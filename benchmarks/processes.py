@@ -16,7 +16,6 @@ ratios of each pair's sums, to benchmarks/results/processes.json.
 
 import asyncio
 import functools
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -96,21 +95,15 @@ async def _answers(engine: contract.DecodeEngine, seed: int) -> int:
   return 64 * _ANSWERS
 
 
-def _cpu_s(pids: Sequence[int]) -> float:
-  """Returns the CPU seconds of this process and of others that run."""
-  ticks = 0
-  for pid in pids:
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1]
-    ticks += sum(map(int, fields.split()[11:13]))
-  return time.process_time() + ticks / 100
-
-
 async def _timed(
   work: Callable[[], Coroutine[Any, Any, Any]], pids: Sequence[int]
 ) -> dict[str, float]:
-  start, cpu_s = time.monotonic(), _cpu_s(pids)
+  start, cpu_s = time.monotonic(), machine.cpu_s(pids)
   extra = await work()
-  row = {"wall_s": time.monotonic() - start, "cpu_s": _cpu_s(pids) - cpu_s}
+  row = {
+    "wall_s": time.monotonic() - start,
+    "cpu_s": machine.cpu_s(pids) - cpu_s,
+  }
   return row | (extra if isinstance(extra, dict) else {})
 
 

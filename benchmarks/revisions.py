@@ -12,7 +12,6 @@ benchmarks/results/revisions.json.
 import json
 import os
 import pathlib
-import resource
 import statistics
 import subprocess
 import sys
@@ -76,7 +75,7 @@ def train(
     "PYTHONPATH": str(checkout),
   }
   with tempfile.TemporaryDirectory() as run_dir:
-    began = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy_s = machine.children_s()
     subprocess.run(
       [
         *(sys.executable, "-m", "launch.train", f"--config={_CONFIG}"),
@@ -88,12 +87,12 @@ def train(
       stdout=subprocess.DEVNULL,
       check=True,
     )
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = machine.children_s() - busy_s
     lines = (pathlib.Path(run_dir) / "metrics.jsonl").read_text().splitlines()
   rows = map(json.loads, lines)
   successes = [row["success"] for row in rows][3 * rounds // 4 :]
   return {
-    "cpu_s": ended.ru_utime - began.ru_utime + ended.ru_stime - began.ru_stime,
+    "cpu_s": cpu_s,
     "success": statistics.fmean(successes),
   }
 

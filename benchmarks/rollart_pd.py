@@ -20,7 +20,7 @@ for context and 0.7 of the bandwidth, log-normal answers of 200 tokens (sigma
 on both sides, and decoding that stands still while its engine encodes
 (`interference`). That and the replies are swept.
 
-Only a simulation: engines of this library have no hand-over. In virtual time.
+Only a simulation, in virtual time; prefill_apart.py splits real engines.
 Writes benchmarks/results/rollart_pd.json.
 """
 

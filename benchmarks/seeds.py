@@ -1,18 +1,21 @@
 """Does the README's command learn? The same run for several seeds.
 
   python -m benchmarks.seeds [--config=configs/guess_number_moe.py]
-      [--seeds=0,1,2] [--out=runs/seeds]
+      [--seeds=0,1,2] [--metric=success] [--change=config.NAME=VALUE]
+      [--out=runs/seeds]
 
-Launches `launch.train` once a seed, one after the other, and prints success on
-held-out tasks before and after with 95 % Wilson intervals, the minutes from the
-command to its end (compiled programs come from the cache after the first), and
-those that it kept processors busy.
-Writes benchmarks/results/seeds_<config>.json.
+Launches `launch.train` once a seed, one after the other, and prints a metric
+when it was first measured and at the end: of the evaluations, success with 95 %
+Wilson intervals or reward, or of a run that has none the loss or accuracy on
+held-out rows of its warm start. Also the minutes from the command to its end
+(compiled programs come from the cache after the first), and those that it kept
+processors busy.
+Writes benchmarks/results/seeds_<config>.json; of a config with an argument, as
+in --config=FILE:teacher, seeds_<config>_<argument>.json.
 """
 
 import json
 import pathlib
-import resource
 import subprocess
 import sys
 import time
@@ -27,61 +30,87 @@ _CONFIG = flags.DEFINE_string(
   "config", "configs/guess_number_moe.py", "The run."
 )
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "One run each.")
+_METRIC = flags.DEFINE_enum(
+  "metric", "success", ["success", "reward", "loss", "accuracy"], "See above."
+)
+_CHANGES = flags.DEFINE_multi_string(
+  "change", [], "Further flag of the run, such as config.rounds=400."
+)
 _OUT = flags.DEFINE_string("out", "runs/seeds", "Directory of the runs.")
 
 
 def main(argv: list[str]) -> None:
   """Runs all seeds and prints the table."""
   del argv
-  name = pathlib.Path(_CONFIG.value).stem
   rows = [run(_CONFIG.value, seed)[0] for seed in _SEEDS.value]
   show(rows)
-  machine.keep(f"seeds_{name}", rows=rows)
+  machine.keep(
+    f"seeds_{_name(_CONFIG.value)}",
+    metric=_METRIC.value,
+    changes=_CHANGES.value,
+    rows=rows,
+  )
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
   """Prints a table."""
   print(machine.describe())
-  print("| seed | before | after | rounds | minutes |")
+  print("| seed | before | after | minutes | of processors |")
   print("|---|---|---|---|---|")
   for row in rows:
     print(
-      f"| {row['seed']} | {_rate(row['before'])} | {_rate(row['after'])} | "
-      f"{row['after']['round']} | {row['minutes']:.1f} |"
+      f"| {row['seed']} | {_text(row['before'])} | {_text(row['after'])} | "
+      f"{row['minutes']:.1f} | {row['cpu_minutes']:.1f} |"
     )
 
 
 def run(config: str, seed: str) -> tuple[dict[str, Any], pathlib.Path]:
   """Trains once; returns its figures and its directory."""
-  name = pathlib.Path(config).stem
-  workdir = pathlib.Path(_OUT.value) / f"{name}_{seed}"
+  workdir = pathlib.Path(_OUT.value) / f"{_name(config)}_{seed}"
   command = [sys.executable, "-m", "launch.train", f"--config={config}"]
   command += [f"--config.seed={seed}", f"--workdir={workdir}"]
-  start, busy = time.monotonic(), _children_s()
+  command += [f"--{change}" for change in _CHANGES.value]
+  start, busy = time.monotonic(), machine.children_s()
   subprocess.run(command, check=True)
   minutes = (time.monotonic() - start) / 60
-  cpu_minutes = (_children_s() - busy) / 60
-  lines = (workdir / "evaluations.jsonl").read_text().splitlines()
-  evaluations = [json.loads(line) for line in lines]
+  cpu_minutes = (machine.children_s() - busy) / 60
+  evaluated = _evaluated(workdir)
   figures = {
     "seed": seed,
-    "before": evaluations[0],
-    "after": evaluations[-1],
+    "before": evaluated[0] if len(evaluated) > 1 else None,
+    "after": evaluated[-1],
     "minutes": minutes,
     "cpu_minutes": cpu_minutes,
   }
   return figures, workdir
 
 
-def _children_s() -> float:
-  """Returns the processor time of all children that have ended."""
-  used = resource.getrusage(resource.RUSAGE_CHILDREN)
-  return used.ru_utime + used.ru_stime
+def _name(config: str) -> str:
+  path, _, argument = config.partition(":")
+  return "_".join(filter(None, (pathlib.Path(path).stem, argument)))
 
 
-def _rate(row: dict) -> str:
-  low, high = row["low"], row["high"]
-  return f"{row['success']:.1%} [{low:.1%}, {high:.1%}]"
+def _evaluated(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns evaluations, or measurements of a warm start on held-out rows."""
+  rows = _rows(workdir / "evaluations.jsonl")
+  return rows or [
+    {name.removeprefix("eval/"): value for name, value in row.items()}
+    for row in _rows(workdir / "warm_start.jsonl")
+    if "eval/loss" in row
+  ]
+
+
+def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
+  lines = path.read_text("utf-8").splitlines() if path.exists() else []
+  return [json.loads(line) for line in lines]
+
+
+def _text(row: dict[str, Any] | None) -> str:
+  if row is None:
+    return "-"
+  if _METRIC.value != "success":
+    return f"{row[_METRIC.value]:.3f}"
+  return f"{row['success']:.1%} [{row['low']:.1%}, {row['high']:.1%}]"
 
 
 if __name__ == "__main__":

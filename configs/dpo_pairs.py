@@ -15,7 +15,7 @@ each a text or a list of messages as in the OpenAI API. Where "chosen" and
 Loss, accuracy and margin of each step, and those of held-out pairs, are lines
 of DIR/warm_start.jsonl.
 
-Hardware: two CPU cores, or what MODEL needs. Duration: the first a minute.
+Hardware: two CPU cores, or what MODEL needs. Duration: the first half a minute.
 Expected: in 98 % of held-out pairs or more the policy favours the preferred
 answer by more than the reference does. The loss begins at ln 2.
 """

@@ -13,8 +13,8 @@ reinforcement learning; the student has a tenth of that, no experts, and random
 weights.
 
 Hardware: two CPU cores. Duration: the teacher as guess_number_moe, the student
-about two minutes. Expected: nearly the success of the teacher on held-out
-seeds; 62 % of a teacher that had 66 % after 400 rounds.
+two to four minutes. Expected: about the success of the teacher on held-out
+seeds; 62 % from a teacher that had 59 % after 400 rounds.
 """
 
 import dataclasses

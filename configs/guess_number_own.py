@@ -6,7 +6,8 @@ Both are frozen dataclasses, so their fields are flags as well:
 --config.algorithm.loss.bound=0.1, or --config.algorithm.loss='spo(bound=0.1)'
 
 Hardware: two CPU cores. Duration: as `guess_number_moe.py`, about five minutes.
-Expected: success on held-out seeds rises as there.
+Expected: success on held-out seeds from about 30 % after the warm start to 85 %
+or more.
 """
 
 import dataclasses

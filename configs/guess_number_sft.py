@@ -11,8 +11,8 @@ it by reinforcement learning. So does this run with a larger `--config.rounds`.
 Loss and gradient of each step are lines of DIR/warm_start.jsonl. The same
 command goes on where a run was stopped or killed.
 
-Hardware: two CPU cores. Duration: about a minute. Expected: success of 95 % or
-more on held-out seeds (98 % with the seed 0).
+Hardware: two CPU cores. Duration: about a minute. Expected: success of 97 % or
+more on held-out seeds.
 """
 
 import dataclasses

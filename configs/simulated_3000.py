@@ -13,9 +13,9 @@ they are published. Speeds are those of a mixture of experts of some 200 billion
 parameters; latencies of environments have a body and a Pareto tail. The batch
 is not published; this one is as large as a fleet of this size needs.
 
-Hardware: one CPU core and 510 MB. Duration: 55 to 75 seconds. Expected: 6,400
-seconds of the cluster and 139 million tokens, with 68 % of the decode slots in
-use.
+Hardware: one CPU core and 550 MB. Duration: one to two minutes. Expected: a
+step of 950 to 1,070 seconds; in all 5,200 to 6,400 seconds of the cluster and
+140 million tokens, with 69 to 85 % of the decode slots in use.
 """
 
 from rl.pools import affinity

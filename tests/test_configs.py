@@ -224,6 +224,8 @@ def test_a_run_on_the_tiny_model_talks_in_its_template(name, tmp_path):
   [
     ("frozen_lake_moe", "metrics.jsonl"),
     ("guess_number_sft", "warm_start.jsonl"),
+    ("guess_number_schedules", "metrics.jsonl"),
+    ("guess_number_distill", "metrics.jsonl"),
   ],
 )
 def test_a_recipe_takes_two_steps(name, lines, tmp_path):
@@ -235,13 +237,19 @@ def test_a_recipe_takes_two_steps(name, lines, tmp_path):
     "warm_start.steps": "2",
     "warm_start.episodes": "8",
   }
-  if name == "frozen_lake_moe":
+  config, run_dir = f"configs/{name}.py", tmp_path / "run"
+  if name != "guess_number_sft":
     changes |= {"rounds": "2", "overlap.groups_per_round": "2"}
     changes |= {"overlap.groups_per_microbatch": "2"}
-  config = f"configs/{name}.py"
-  result = commands.run(*commands.train(tmp_path, changes, config))
+  if name == "guess_number_distill":  # Without a warm start.
+    changes = {k: v for k, v in changes.items() if "warm_start" not in k}
+    changes["algorithm.reference.directory"] = str(tmp_path / "teacher")
+    teacher = flags.load(f"{config}:teacher").model
+    params = policy_lib.of(teacher).init(jax.random.key(0))
+    export.export(tmp_path / "teacher", params, teacher)
+  result = commands.run(*commands.train(run_dir, changes, config))
   assert result.returncode == 0, result.stdout + result.stderr
-  assert len((tmp_path / lines).read_text().splitlines()) == 2
+  assert len((run_dir / lines).read_text().splitlines()) == 2
 
 
 def test_rows_of_ones_own_take_the_place_of_those_of_the_file(tmp_path):
