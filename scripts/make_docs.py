@@ -31,6 +31,7 @@ from scripts import (
 from scripts.tables import (
   cells,
   learning,
+  notebooks,
   rollout,
   schedules,
   simulated,
@@ -44,8 +45,19 @@ ENVIRONMENTS = ROOT / "docs" / "guides" / "environments.md"
 WORKERS = ROOT / "docs" / "guides" / "workers-and-sandbox.md"
 AGENTS = ROOT / "docs" / "guides" / "agents.md"
 REWARDS = ROOT / "docs" / "guides" / "rewards.md"
+NOTEBOOKS = ROOT / "docs" / "notebooks.md"
 HOSTILE = ROOT / "docs" / "guides" / "hostile.md"
-PAGES = (PERFORMANCE, ENVIRONMENTS, WORKERS, AGENTS, REWARDS, HOSTILE)
+SIMULATION = ROOT / "docs" / "guides" / "simulation.md"
+PAGES = (
+  PERFORMANCE,
+  ENVIRONMENTS,
+  WORKERS,
+  AGENTS,
+  REWARDS,
+  HOSTILE,
+  SIMULATION,
+  NOTEBOOKS,
+)
 PICTURE = ROOT / "docs" / "packages.svg"
 RECIPES = ROOT / "docs" / "recipes.md"
 LONG_RUN = ROOT / "docs" / "long_run.svg"
@@ -54,7 +66,7 @@ ERRORS = ROOT / "docs" / "errors.md"
 RESULTS = ROOT / "benchmarks" / "results"
 _SIMULATED = ("rollart_", "rollout_pipe")
 """Results that no machine changes."""
-_TABLES = (learning, schedules, simulated, rollout, training, stress)
+_TABLES = (learning, schedules, simulated, rollout, training, stress, notebooks)
 _TABLE = re.compile(
   r"(?<=^<!-- table )(\w+) -->\n.*?^<!-- end -->", re.DOTALL | re.MULTILINE
 )

@@ -18,7 +18,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 def on_files(
   files: files_lib.Files, config: defaults.MkDocsConfig
 ) -> files_lib.Files:
-  """Adds the pages and the notebooks; docs/notebooks.md links to the pages."""
+  """Adds the pages and the notebooks; docs/notebooks.md leads to the pages."""
   for kept in sorted(FOLDER.glob("*.ipynb")):
     text = kept.read_text("utf-8")
     named = {

@@ -14,13 +14,22 @@ from typing import NamedTuple
 _ROOT = pathlib.Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _FIELDS = ("Hardware", "Duration", "Expected")
+_FORMS = {
+  "success": "{} %",
+  "accuracy": "{} % of held-out pairs",
+  "loss": "{} nats a token",
+  "reward": "reward {}",
+  "step_s": "a step of {} s",
+}
 _INTRODUCTION = """# Recipes
 
 Each file of `configs/` is a run that can be started as it is, and a place to
 begin from. A run stops after the rounds in its file; `--config.rounds=2` is
-enough to see it go. *Measured* is the success on held-out tasks at the end of
-each run in `benchmarks/results`, with `python -m benchmarks.seeds` or the
-benchmark named in the recipe.
+enough to see it go. *Measured* is what the runs in `benchmarks/results` came
+to, by `python -m benchmarks.seeds`, `python -m benchmarks.seeds_simulated` or
+the benchmark named in the recipe: success on held-out tasks, or else what is
+named. Of one run its 95 % interval is in brackets; of several, the least and
+the most.
 
 <!-- Written by python -m scripts.make_docs from the files. -->
 
@@ -70,18 +79,59 @@ def _one_line(text: str) -> str:
   return " ".join(text.split()).removesuffix(".")
 
 
-def measured(name: str) -> str:
-  """Returns the success of the runs of a config that were kept, or a dash."""
-  # The benchmark of the calculator has its own file.
+def measured(name: str, results: pathlib.Path = _RESULTS) -> str:
+  """Returns the results of a config that were kept, or a dash.
+
+  Those with an argument of the config, as in FILE:teacher, begin with it.
+  """
+  # These have a benchmark of their own.
+  if name == "guess_number_schedules":
+    return _paces(results)
   stem = {"tool_calculator_hf": "tools"}.get(name, f"seeds_{name}")
-  path = _RESULTS / f"{stem}.json"
-  if not path.exists():
-    return "–"
-  rows = json.loads(path.read_text("utf-8"))["rows"]
-  found = [100 * row["after"]["success"] for row in rows]
-  low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+  own = [results / f"{stem}.json", *sorted(results.glob(f"{stem}_*.json"))]
+  return (
+    "; ".join(
+      f"{argument}{': ' if argument else ''}{_result(path)}"
+      for path in own
+      if path.exists()
+      for argument in [path.stem.removeprefix(stem).strip("_")]
+    )
+    or "–"
+  )
+
+
+def _paces(results: pathlib.Path) -> str:
+  """Returns how fast a round of each schedule is, over one of `sync`."""
+  rows = json.loads((results / "overlap.json").read_text("utf-8"))["rows"]
+  step_s = {
+    row["schedule"]: row["measured"]["step_s"]
+    for row in rows
+    if row["task"] == "as_is"
+  }
+  paces = sorted(step_s["sync"] / s for s in step_s.values())
+  return (
+    f"a round {paces[0]:.2f} to {paces[-1]:.2f} times as fast as one of `sync`"
+  )
+
+
+def _result(path: pathlib.Path) -> str:
+  """Returns "92.0 to 99.0 %, 3 seeds" of a file."""
+  found = json.loads(path.read_text("utf-8"))
+  metric, rows = found.get("metric", "success"), found["rows"]
+
+  def text(value: float) -> str:
+    if metric in ("success", "accuracy"):
+      return f"{100 * value:.1f}"
+    return f"{value:.3f}" if value < 1 else f"{value:,.1f}"
+
+  values = [row["after"][metric] for row in rows]
+  low, high = text(min(values)), text(max(values))
+  told = _FORMS[metric].format(low if low == high else f"{low} to {high}")
+  if len(rows) == 1 and metric == "success":
+    after = rows[0]["after"]
+    told += f" ({text(after['low'])} to {text(after['high'])})"
   seeds = f"{len(rows)} seed{'s' if len(rows) > 1 else ''}"
-  return f"{low if low == high else f'{low} to {high}'} %, {seeds}"
+  return ", ".join([told, seeds, *found.get("changes", ())])
 
 
 def page() -> str:

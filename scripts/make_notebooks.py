@@ -7,23 +7,32 @@ The percent script is the source; jupytext reads it and nbclient executes it.
 Outputs are true: tests/test_notebooks.py executes each once more and compares.
 A cell with the tag "varies" has outputs that differ from run to run or from
 machine to machine, which is not compared.
+
+The seconds of each, and those of processors, go to
+benchmarks/results/notebooks.json. Notebooks that are left out keep theirs.
 """
 
 import copy
+import json
+import os
 import pathlib
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 
 import jupytext
 import nbclient
 import nbformat
 
+from benchmarks import machine
+
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = tuple(sorted((ROOT / "notebooks").glob("*.py")))
 
 _KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 _TIMEOUT_S = 600  # Of a cell, on a busy machine.
+_RESULT = ROOT / "benchmarks" / "results" / "notebooks.json"
 
 
 def read(script: pathlib.Path) -> nbformat.NotebookNode:
@@ -89,12 +98,23 @@ def texts(cell: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
 
 def main(names: Sequence[str]) -> None:
   """Executes and keeps the notebooks of these names, or all."""
+  rows = json.loads(_RESULT.read_text("utf-8"))["rows"]
   for script in SCRIPTS:
     if names and script.stem not in names:
       continue
-    print(script.stem, flush=True)
-    target = script.with_suffix(".ipynb")
-    nbformat.write(execute(read(script)), target)
+    began_s, busy_s = time.monotonic(), machine.children_s()
+    with tempfile.TemporaryDirectory() as cache:
+      # As for whoever runs it first: no program has been compiled.
+      os.environ["XDG_CACHE_HOME"] = cache
+      executed = execute(read(script))
+    row = {
+      "wall_s": time.monotonic() - began_s,
+      "cpu_s": machine.children_s() - busy_s,
+    }
+    print(script.stem, row, flush=True)
+    nbformat.write(executed, script.with_suffix(".ipynb"))
+    rows[script.stem] = row
+    machine.keep("notebooks", rows=dict(sorted(rows.items())))
 
 
 if __name__ == "__main__":

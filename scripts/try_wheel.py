@@ -22,7 +22,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 JAXES = ("0.8.3", "newest")
 MAX_PACKAGES = 45
-MAX_MB = 650
+MAX_MB = {
+  # Its newest jax is 0.10.2, whose jaxlib has 20 MB more than that of 0.12: jax
+  # and flax alone, with what they require, are 649 MB.
+  "3.11": 675,
+  "3.12": 650,
+  "3.13": 650,
+}
+_OF_VENV = {"pip", "setuptools", "pkg_resources", "_distutils_hack"}
 _SMALL = [
   "--config.rounds=2",
   "--config.warm_start=none",
@@ -48,7 +55,7 @@ def main() -> None:
       for jax in given.jax or JAXES:
         tried += 1
         try:
-          size = attempt(wheel, python, jax)
+          size = attempt(wheel, python, jax, MAX_MB[version])
           print(f"Python {version}, jax {jax}: {size}", flush=True)
         except (subprocess.CalledProcessError, AssertionError) as error:
           failed.append(f"Python {version}, jax {jax}")
@@ -94,11 +101,14 @@ def find(version: str) -> str | None:
   return None
 
 
-def attempt(wheel: pathlib.Path, python: str, jax: str) -> str:
+def attempt(
+  wheel: pathlib.Path, python: str, jax: str, max_megabytes: int
+) -> str:
   """Works with the wheel in a clean environment; returns its size in words.
 
   Raises:
     CalledProcessError: a command failed.
+    AssertionError: it is too large, or its report explains nothing.
   """
   with tempfile.TemporaryDirectory() as scratch:
     run(python, "-m", "venv", "clean", cwd=scratch)
@@ -106,7 +116,7 @@ def attempt(wheel: pathlib.Path, python: str, jax: str) -> str:
     pip = [str(programs / "python"), "-m", "pip"]
     pinned = [] if jax == "newest" else [f"jax=={jax}"]
     run(*pip, "install", "--quiet", "--no-compile", wheel, *pinned, cwd=scratch)
-    size = measured(programs)
+    size = measured(programs, max_megabytes)
     run(*pip, "install", "--quiet", "pytest", cwd=scratch)
     twinmesh, work = str(programs / "twinmesh"), pathlib.Path(scratch, "work")
     work.mkdir()
@@ -126,19 +136,23 @@ def attempt(wheel: pathlib.Path, python: str, jax: str) -> str:
   return size
 
 
-def measured(programs: pathlib.Path) -> str:
-  """Returns the number of packages and their size, which are bounded."""
+def measured(programs: pathlib.Path, max_megabytes: int) -> str:
+  """Returns the number of packages and their size, which are bounded.
+
+  What an environment has before anything is installed does not count.
+  """
   pip = [str(programs / "python"), "-m", "pip"]
   packages = json.loads(run(*pip, "list", "--format=json", cwd=programs))
-  # pip and setuptools are those of the environment itself.
-  names = {one["name"] for one in packages} - {"pip", "setuptools", "twinmesh"}
+  names = {one["name"] for one in packages} - _OF_VENV - {"twinmesh"}
   site = programs.parent / "lib"
   files = [file for file in site.rglob("*") if file.is_file()]
-  own = [file for file in files if "pip" not in file.parts]
+  own = [file for file in files if not _OF_VENV & {*file.parts}]
   megabytes = sum(file.stat().st_size for file in own) / 1e6
   listing = ", ".join(sorted(names))
   assert len(names) <= MAX_PACKAGES, f"more than {MAX_PACKAGES}: {listing}"
-  assert megabytes <= MAX_MB, f"{megabytes:.0f} MB, more than {MAX_MB}"
+  assert megabytes <= max_megabytes, (
+    f"{megabytes:.0f} MB, more than {max_megabytes}"
+  )
   return f"{len(names)} packages, {megabytes:.0f} MB"
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -11,7 +12,12 @@ import pytest
 
 from launch.cli import flags
 from models.hf import config as hf_config
-from scripts import make_docs, make_docs_docstrings, make_docs_recipes
+from scripts import (
+  make_docs,
+  make_docs_docstrings,
+  make_docs_links,
+  make_docs_recipes,
+)
 from tests.helpers import markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -28,6 +34,8 @@ FOLDERS = (*TOPS, "docs", "notebooks", "tests")
 FILE = re.compile(r"\.(py|md|lock|svg|jsonl?|html|yml)$")
 # Other projects' names.
 OTHERS = {"dataclasses", "flax", "openai", "optax", "transformers", "ui"}
+
+SUCCESS = {"success": 0.86, "low": 0.823, "high": 0.891}
 
 each_page = pytest.mark.parametrize(
   "page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES]
@@ -159,6 +167,35 @@ def test_a_recipe_has_the_parts_of_its_docstring(tmp_path):
   )
 
 
+@pytest.mark.parametrize(
+  ("found", "words"),
+  [
+    ({"rows": [{"after": SUCCESS}]}, "86.0 % (82.3 to 89.1), 1 seed"),
+    (
+      {
+        "metric": "success",
+        "changes": ["config.rounds=4"],
+        "rows": [{"after": SUCCESS}, {"after": SUCCESS | {"success": 1.0}}],
+      },
+      "86.0 to 100.0 %, 2 seeds, config.rounds=4",
+    ),
+    (
+      {"metric": "loss", "rows": [{"after": {"loss": 0.0039}}]},
+      "0.004 nats a token, 1 seed",
+    ),
+    (
+      {"metric": "step_s", "rows": [{"after": {"step_s": 1070.41}}]},
+      "a step of 1,070.4 s, 1 seed",
+    ),
+  ],
+)
+def test_results_of_a_recipe_have_their_spread(found, words, tmp_path):
+  (tmp_path / "seeds_run.json").write_text(json.dumps(found))
+  assert make_docs_recipes.measured("run", tmp_path) == words
+  (tmp_path / "seeds_run.json").rename(tmp_path / "seeds_run_teacher.json")
+  assert make_docs_recipes.measured("run", tmp_path) == f"teacher: {words}"
+
+
 def test_every_table_has_its_place():
   text = "".join(page.read_text() for page in make_docs.PAGES)
   for name in make_docs.tables():
@@ -181,9 +218,20 @@ def test_commands_name_what_exists(page):
         assert name in known, (command, argument)
 
 
+@each_page
+def test_commands_that_train_have_a_directory_or_only_explain(page):
+  text = page.read_text().replace("\\\n", " ")
+  train = r"^ *(?:python -m launch\.train|twinmesh train) .*"
+  enough = r" --(workdir=|explain|help|config\.help|print_config)| \.\."
+  for command in re.findall(train, text, re.MULTILINE):
+    assert re.search(enough, command), command
+
+
 def files_of_a_reader(path: pathlib.Path) -> None:
   """Makes the models and the data that readers of the guides have."""
   (path / "runs").mkdir()
+  reward = markdown.block(ROOT / "docs/guides/rewards.md", "class Partial")
+  (path / "myreward.py").write_text(reward)
   for model in ("my-model", "runs/sft-hf"):
     (path / model).symlink_to(hf_config.TINY)
   said = [
@@ -200,6 +248,7 @@ def files_of_a_reader(path: pathlib.Path) -> None:
 def test_settings_on_command_lines_are_accepted(page, tmp_path, monkeypatch):
   files_of_a_reader(tmp_path)
   monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
   for command in markdown.commands(page):
     given = {
       name: value
@@ -227,6 +276,35 @@ def test_paths_exist(page):
       assert (ROOT / name).exists(), name
     elif not slash and name.endswith(".py"):
       assert name.removesuffix(".py") in modules(), name
+
+
+@each_page
+def test_links_lead_to_files_of_a_clone(page):
+  for target in re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text()):
+    assert (page.parent / target).exists(), target
+
+
+@each_page
+def test_files_that_the_site_shows_are_linked_to_before(page):
+  above = page.read_text().split("```{ .python }\n")
+  for text, code in itertools.pairwise(above):
+    (path,) = re.findall(r'^--8<-- "(.+)"\n```', code)
+    links = re.findall(r"\]\(([^)]+)\)", text.rstrip().split("\n\n")[-1])
+    assert ROOT / path in [(page.parent / link).resolve() for link in links]
+
+
+@pytest.mark.parametrize(
+  ("link", "depth", "kept"),
+  [
+    ("[a](../notebooks/a.ipynb)", 0, "[a](notebooks/a.md)"),
+    ("[a](../../notebooks/a.ipynb)", 1, "[a](../notebooks/a.md)"),
+    ("[`a`](../../configs/a.py)", 1, "`a`"),
+    ("[a](../metrics.md#speed)", 1, "[a](../metrics.md#speed)"),
+    ("[a](https://a.example/../b)", 0, "[a](https://a.example/../b)"),
+  ],
+)
+def test_links_stay_within_the_site(link, depth, kept):
+  assert make_docs_links.within_site(link, depth) == kept
 
 
 @each_page

@@ -152,6 +152,38 @@ def public_classes(source: str) -> list[str]:
 
 
 @pytest.mark.process
+def unscaled_deadlines(source: str) -> list[int]:
+  """Returns the lines that wait for seconds of a fixed number, 3 or more.
+
+  Shorter ones are waits that a test expects to be over.
+  """
+  found = []
+  for node in ast.walk(ast.parse(source)):
+    waits: list[ast.expr] = []
+    match node:
+      case ast.Call(keywords=keywords, args=args, func=func):
+        waits += [x.value for x in keywords if x.arg == "timeout"]
+        name = getattr(func, "attr", "")
+        if name in ("join", "result", "settimeout", "wait") and len(args) == 1:
+          waits += args
+        elif name == "wait_for":
+          waits += args[1:]
+      case ast.BinOp(
+        left=ast.Call(func=ast.Attribute(attr="monotonic")),
+        op=ast.Add(),
+        right=right,
+      ):
+        waits.append(right)
+    found += [
+      wait.lineno
+      for wait in waits
+      if isinstance(wait, ast.Constant)
+      and isinstance(wait.value, int | float)
+      and wait.value >= 3
+    ]
+  return sorted(found)
+
+
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_imports_point_one_way_between_top_packages(package):
   wrong = {
@@ -306,3 +338,22 @@ def test_paths_of_one_machine_are_told_from_others():
   assert MACHINE_PATH.search("cd /" + "root/x")
   assert MACHINE_PATH.search("'/" + "tmp'")
   assert not MACHINE_PATH.search("https://example.org/home, tests/work, /usr")
+
+
+def test_deadlines_of_tests_scale_with_the_machine():
+  unscaled = {
+    str(path.relative_to(packages.ROOT)): lines
+    for path in packages.python_files("tests")
+    if (lines := unscaled_deadlines(path.read_text()))
+  }
+  assert not unscaled
+
+
+def test_a_deadline_that_does_not_scale_is_seen():
+  source = (
+    "run(timeout=30)\nthread.join(5)\nend = time.monotonic() + 20\n"
+    "asyncio.wait_for(work, 60.0)\n"
+    # Expected to pass, or scaled, or no deadline.
+    "run(timeout=0.1)\nthread.join(scaled(5))\n', '.join(x)\nwait(5, 6)\n"
+  )
+  assert unscaled_deadlines(source) == [1, 2, 3, 4]

@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
-from tests.helpers import commands, markdown
+from configs import guess_number_own
+from rl.algorithms import losses
+from tests.helpers import commands, machine_speed, markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "README.md"
@@ -74,6 +76,23 @@ def test_the_commands_of_the_readme_work(tmp_path):
     assert result.returncode == 0, (command, result.stderr)
 
 
+def test_the_task_of_the_readme_passes_all_checks_as_it_stands(tmp_path):
+  whole = (ROOT / "configs" / "next_letter.py").read_text()
+  imports, _, _ = whole.partition("@dataclasses")
+  _, get_config, config = whole.partition("def get_config")
+  pieces = markdown.blocks(PAGE, "python")[:2]
+  file = tmp_path / "pasted.py"
+  file.write_text("\n\n".join([imports, *pieces, get_config + config]))
+  result = commands.run("launch.try_environment", f"--config={file}")
+  assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_loss_of_the_readme_is_one_as_it_stands():
+  names = dict(vars(guess_number_own))
+  exec("\n".join(markdown.blocks(PAGE, "python")[2:]), names)
+  assert isinstance(names["Spo"](), losses.Loss)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["next_letter", "guess_number_own"])
 def test_the_configs_that_the_readme_quotes_train(config, tmp_path):
@@ -99,7 +118,7 @@ def _serves(arguments, tmp_path, told):
     assert server.stdout is not None
     line = server.stdout.readline()
     server.terminate()
-    assert server.wait(60) == 0
+    assert server.wait(machine_speed.scaled(60)) == 0
     killer.cancel()
   assert f"{told} http://127.0.0.1:" in line
 

@@ -140,7 +140,14 @@ def test_a_python_that_was_asked_for_comes_before_3_12(find):
 FAST_PYTHON = """case "$1 $2 $3" in
   "-c "*) echo "$0" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  "-m pip install") [ ! -e offline ] || { echo "no network"; exit 1; } ;;
+  "-m pip install")
+    [ ! -e offline ] || { echo "no network"; exit 1; }
+    case $* in *requirements.lock)
+      for number in $(seq 60); do echo "Collecting package$number==1"; done
+      echo "  Using cached package60-1-py3-none-any.whl"
+      echo "Installing collected packages: package1, package2"
+    esac
+    ;;
 esac"""
 
 
@@ -163,7 +170,12 @@ def test_set_up_that_failed_says_why_and_starts_afresh(set_up, tmp_path):
   (tmp_path / "offline").touch()
   failed = set_up()
   assert failed.returncode == 1
-  assert "no network" in failed.stderr
+  assert failed.stderr == (
+    "no network\n"
+    "Set-up failed at: the packages of requirements.lock. See above, or all of "
+    ".venv/setup.log.\n"
+    "Run the same command to try again.\n"
+  )
   assert not (tmp_path / ".venv/ready").exists()
 
   (tmp_path / "offline").unlink()
@@ -171,6 +183,33 @@ def test_set_up_that_failed_says_why_and_starts_afresh(set_up, tmp_path):
   assert set_up().returncode == 0
   assert (tmp_path / ".venv/ready").exists()
   assert not (tmp_path / ".venv/half-installed").exists()
+
+
+@pytest.mark.process
+def test_set_up_says_its_steps_in_few_lines(set_up, tmp_path):
+  done = set_up()
+  assert done.stderr == ""
+  assert done.stdout == (
+    f"Making .venv with {tmp_path}/python; this takes minutes:\n"
+    "  an empty environment ...\n"
+    "  the packages of requirements.lock ...\n"
+    "    25 packages found\n"
+    "    50 packages found\n"
+    "    60 packages found, installing them\n"
+    "  Twinmesh itself ...\n"
+    "  .venv is ready\n"
+  )
+  assert (
+    "Collecting package7==1\n" in (tmp_path / ".venv/setup.log").read_text()
+  )
+
+
+@pytest.mark.process
+def test_an_environment_that_cannot_be_made_is_said(set_up, tmp_path):
+  program(tmp_path / "python", 'case $1 in -c) echo "$0" ;; *) exit 3 ;; esac')
+  failed = set_up()
+  assert failed.returncode == 1
+  assert "Set-up failed at: an empty environment." in failed.stderr
 
 
 @pytest.mark.process

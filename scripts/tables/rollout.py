@@ -100,6 +100,77 @@ def processes(result: Mapping[str, Any]) -> cells.Rows:
     )
 
 
+def affinity_measured(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields a round of each routing on each pair of pools, and its gain."""
+  yield (
+    "pools", "routing", "a round", "gain", "least, most", "fallbacks",
+    "turns, answers where declared", "predicted round", "gain",
+  )  # fmt: skip
+  names = {
+    "none": "no affinity",
+    "declared twice": "declared, overload = 2",
+    "declared": "declared, overload = 1",
+    "strict": "declared, never another pool",
+    "learned": "learned",
+  }
+  half = result["sessions"] // 2
+  for pools, rows in result["pools"].items():
+    for row in rows:
+      yield (
+        pools,
+        names[row["routing"]],
+        f"{row['wall_s']:.1f} s",
+        f"{row['gain']:.2f}x",
+        f"{row['gain min']:.2f}, {row['gain max']:.2f}x",
+        f"{row['fallbacks']:.0f}",
+        f"{row['turns'] / half:.0%}, {row['answers'] / half:.0%}",
+        f"{row['predicted_s']:.1f} s",
+        f"{row['predicted gain']:.2f}x",
+      )
+
+
+def prefill_apart(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields what the split of prefill and decoding gains, in time and work."""
+  yield (
+    "engines", "prompt", "a round, together", "apart", "gain", "least, most",
+    "gain in CPU", "in first tokens", "in later ones", "moved",
+  )  # fmt: skip
+  for pools, rows in result["pools"].items():
+    for prompt, row in rows.items():
+      least, median, most = row["gain"]["wall_s"]
+      yield (
+        pools,
+        f"{prompt} ids",
+        f"{row['together']['wall_s']:.2f} s",
+        f"{row['apart']['wall_s']:.2f} s",
+        f"{median:.2f}x",
+        f"{least:.2f}, {most:.2f}x",
+        *(
+          f"{row['gain'][name][1]:.2f}x"
+          for name in ("cpu_s", "first_token_s", "token_s")
+        ),
+        f"{row['apart']['moved_bytes'] / 1e6:.1f} MB",
+      )
+
+
+def delta_publish(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields what an update changes, and what it costs to publish only that."""
+  yield (
+    "learning rate", "weights", "values changed", "blocks of 64 bytes",
+    "blocks of 4 KiB", "bytes of values and places", "CPU, over the whole",
+  )  # fmt: skip
+  for row in result["rows"]:
+    yield (
+      f"{row['rate']:g}",
+      row["dtype"],
+      f"{row['values']:.1%}",
+      f"{row['blocks of 64 B']:.1%}",
+      f"{row['blocks of 4 KiB']:.1%}",
+      f"{row['bytes']:.0%}",
+      f"{row['ratio']:.2f}x",
+    )
+
+
 def constrained(result: Mapping[str, Any]) -> cells.Rows:
   """Yields the rate of each form, and what a mask takes."""
   yield "answers", "tokens/s"
@@ -238,7 +309,10 @@ TABLES: cells.Tables = (
   engine_dispatch,
   constrained,
   processes,
+  affinity_measured,
+  prefill_apart,
   publish,
+  delta_publish,
   weight_dtypes,
   environments,
   environment_processes,

@@ -93,6 +93,25 @@ def overlap_agreement(result: Mapping[str, Any]) -> cells.Rows:
     )
 
 
+def several_processes(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields measured and simulated rounds, by processes and schedule."""
+  yield (
+    "learner x engines", "schedule", "round, s", "least, most, s",
+    "simulated, s", "simulated / measured",
+  )  # fmt: skip
+  for row in result["rows"]:
+    low, high = row["range_s"]
+    calibrates = row is result["rows"][0]
+    yield (
+      f"{row['learners']} x {row['engines']}",
+      row["schedule"],
+      f"{row['measured']['round_s']:.2f}",
+      f"{low:.2f}, {high:.2f}",
+      f"{row['simulated']['round_s']:.2f}",
+      f"{row['ratio']:.2f}x" + ", fitted" * calibrates,
+    )
+
+
 def repeatable(result: Mapping[str, Any]) -> cells.Rows:
   """Yields seconds of a round: with the mode, checkpoints, both or neither."""
   yield "`repeatable`", "checkpoints", "a round", "over neither"
@@ -111,5 +130,6 @@ TABLES: cells.Tables = (
   overlap_slow,
   overlap_accelerator,
   overlap_agreement,
+  several_processes,
   repeatable,
 )

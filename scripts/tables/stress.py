@@ -96,6 +96,15 @@ def hostile_runs(result: Mapping[str, Any]) -> cells.Rows:
     yield (way, str(row["tried"]), str(row["survived"]))
 
 
+def hostile_roles(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields how many runs went on without a process of each kind."""
+  yield ("process", "tried", "survived")
+  for row in result["roles"]:
+    way = row["way"].removeprefix("role_")
+    name = f"{row['role']} {way}"
+    yield (name, str(row["tried"]), str(row["survived"]))
+
+
 TABLES: cells.Tables = (
   coordinator,
   coordinator_memory,
@@ -103,4 +112,5 @@ TABLES: cells.Tables = (
   hostile_server,
   hostile_files,
   hostile_runs,
+  hostile_roles,
 )
