@@ -83,6 +83,9 @@ def told(
   last = _last_round(file)
   if state is not None:
     yield f"{run_dir}: {state['doing']}, process {state['pid']}"
+  elif failure := workdir.failure(run_dir):
+    yield f"{run_dir}: the run has failed; the same command goes on"
+    yield from failure.splitlines()
   elif why:
     yield f"{run_dir}: {why}"
   elif 0 < rounds <= last:

@@ -362,6 +362,8 @@ class Sweep:
       self._waiting.append(run)
     else:
       run.failed = True
+      if code == _WRONG_SETTINGS or not workdir.failure(run.directory):
+        workdir.keep_failure(run.directory, why)
       self._tell()
 
   def _tell(self) -> None:

@@ -182,11 +182,12 @@ def cut(text: str, width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-  """Returns "2:05", or "1h05" from an hour on."""
+  """Returns "2:05", or "1h05" from an hour on, or "10h" from ten hours on."""
   minutes, seconds = divmod(round(seconds), 60)
-  if minutes < 60:
+  hours = minutes // 60
+  if not hours:
     return f"{minutes}:{seconds:02}"
-  return f"{minutes // 60}h{minutes % 60:02}"
+  return f"{hours}h" if hours >= 10 else f"{hours}h{minutes % 60:02}"
 
 
 def _count(text: str) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The directory of a run: claimed by one process, for one config."""
 
+import contextlib
 import dataclasses
 import difflib
 import fcntl
@@ -25,6 +26,8 @@ from rl.settings import overrides
 CHECKPOINTS = "checkpoints"
 WARM_START = "warm_start"
 WARM_START_LINES = "warm_start.jsonl"
+FAILURE = "failure.txt"
+"""The error that ended a run, until the same command goes on."""
 _DAMAGED = ".damaged"
 _RECORDS = (
   "events.jsonl",
@@ -47,7 +50,13 @@ _TREES = (
 )
 _LOCK = ".lock"
 _EARLIER = "config_until_round_"
-_OTHERS = ("report.html", "trace.json", "learning_curve.svg", ".status")
+_OTHERS = (
+  "report.html",
+  "trace.json",
+  "learning_curve.svg",
+  ".status",
+  FAILURE,
+)
 _ROWS = {
   "metrics.jsonl": "round",
   "evaluations.jsonl": "round",
@@ -104,7 +113,22 @@ def claim(
     _keep_changed_code(directory, data)
   text = json.dumps(data, indent=2) + "\n"
   run_repair.write(directory / "config.json", text)
+  (directory / FAILURE).unlink(missing_ok=True)
   return lock
+
+
+def keep_failure(path: str | os.PathLike, text: str) -> None:
+  """Keeps the error that ended a run, until it is claimed again."""
+  with contextlib.suppress(OSError):  # It may be the disk that ended the run.
+    run_repair.write(pathlib.Path(path) / FAILURE, f"{text.strip()}\n")
+
+
+def failure(path: str | os.PathLike) -> str:
+  """Returns the error that ended the newest start of a run; "" without one."""
+  try:
+    return untrusted_files.read_text(pathlib.Path(path) / FAILURE).strip()
+  except untrusted_files.BadFile:
+    return ""
 
 
 def read(

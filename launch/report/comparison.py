@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from launch.cli import known_programs
+from launch.cli import known_programs, workdir
 from launch.report import metric_docs, run_files
 from models import untrusted_files
 from rl.settings import checks, overrides
@@ -90,7 +90,7 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
         settings=_settings(directory),
         values=values_of(rows, metric),
         rounds=len(rows) - (0 in rows),
-        note=note(directory),
+        note=remark(directory),
         width=width(metric),
       )
     )
@@ -174,6 +174,12 @@ def note(directory: pathlib.Path) -> str:
     return untrusted_files.read_text(directory / _NOTE).strip()
   except untrusted_files.BadFile:
     return ""
+
+
+def remark(directory: pathlib.Path) -> str:
+  """Returns what a sweep has noted about a run, or the error that ended it."""
+  first, *_ = workdir.failure(directory).splitlines() or [""]
+  return note(directory) or first
 
 
 def write_note(directory: pathlib.Path, text: str) -> None:

@@ -153,11 +153,11 @@ class Display:
   def _line(self) -> str:
     cells = _cells(self._metrics)
     width = len(str(self._total_rounds))
-    evaluated = _percent(self._evaluation[0] if self._evaluation else None)
+    reward = _number(self._metrics.get("reward_mean"), ".2f")
     decode, learner = cells["decode_busy"], cells["learner_busy"]
     return (
       f"round {self._done:>{width}}/{self._total_rounds}"
-      f" success {cells['success']:>4} eval {evaluated:>4}"
+      f" success {cells['success']:>4} reward {reward:>4}"
       f" busy {decode.rstrip('%'):>3}/{learner.rstrip('%'):<3}"
       f" lag {cells['staleness']} left {self._left()}"
     )

@@ -85,13 +85,16 @@ def train(
     with asyncio.Runner(loop_factory=loop) as runner:
       clock = runner.get_loop().time
       run = _Run(experiment, run_dir, screen, clock, begun)
-      return runner.run(run.train())
+      code = runner.run(run.train())
+    if code == 1:
+      workdir.keep_failure(run_dir, "its log breaks a promise; see report.html")
+    return code
   except load.Unusable as error:
     code = error_codes.code_of(error)
-    screen.note(error_codes.text(f"initial={error}", code))
+    _fail(run_dir, screen, error_codes.text(f"initial={error}", code))
     return 2
   except recordings.UnusableRow as error:
-    screen.note(error_codes.text(error))
+    _fail(run_dir, screen, error_codes.text(error))
     return 2
   except (
     watchdog_lib.Stalled,
@@ -105,23 +108,33 @@ def train(
     warm_start.NoDemonstration,
     log_check.UnreadableLog,
   ) as error:
-    screen.note(error_codes.text(error))
+    _fail(run_dir, screen, error_codes.text(error))
     return 1
   except OSError as error:
     if not disk.is_cause(error, run_dir):
+      workdir.keep_failure(run_dir, f"error: {error!r}")
       raise
     failure = disk.failure(error, run_dir)
-    screen.note(error_codes.text(failure, "TM-D09"))
+    _fail(run_dir, screen, error_codes.text(failure, "TM-D09"))
     if rounds := workdir.saved_rounds(run_dir):
       screen.note(f"the last checkpoint is that of round {rounds[-1]}")
     return 1
   except FloatingPointError as error:
-    screen.note(error_codes.text(error))
+    _fail(run_dir, screen, error_codes.text(error))
     for path in skipped_updates.updates(run_dir / "skipped")[-1:]:
       screen.note(f"to find the cause:\n  python -m launch.replay {path}")
     return 1
+  except Exception as error:
+    workdir.keep_failure(run_dir, f"error: {error!r}")
+    raise
   finally:
     screen.close()
+
+
+def _fail(run_dir: pathlib.Path, screen: display.Display, text: str) -> None:
+  """Shows the error that ends a run, and keeps it in its directory."""
+  screen.note(text)
+  workdir.keep_failure(run_dir, text)
 
 
 class _Run(progress_lib.RunObserver):
@@ -259,7 +272,7 @@ class _Run(progress_lib.RunObserver):
       f"{self._experiment.progress_timeout_s:g}; the call that blocks it is "
       f"above; to go on:\n  {workdir.command()}"
     )
-    self._screen.note(error_codes.text(blocked, "TM-R07"))
+    _fail(self._dir, self._screen, error_codes.text(blocked, "TM-R07"))
     sys.stdout.flush()
     os._exit(1)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib import parse
 
+from launch.cli import workdir
 from launch.report import comparison, metric_docs, run_files, thinning
 from launch.run import status_server
 from launch.view import followed_rows
@@ -121,7 +122,7 @@ class ViewedRun:
       settings=self.settings(),
       values=values,
       rounds=len(self.metrics.look()),
-      note=comparison.note(self.path),
+      note=comparison.remark(self.path),
       width=comparison.width(metric),
     )
 
@@ -150,13 +151,15 @@ class ViewedRun:
     self._rounds = rounds if isinstance(rounds, int) else None
 
   def state(self, newest: int) -> str:
-    """Returns "running", "ended" or "stopped".
+    """Returns "running", "failed", "ended" or "stopped".
 
     Args:
       newest: round that it has trained.
     """
     if is_alive(self.path):
       return "running"
+    if workdir.failure(self.path):
+      return "failed"
     is_over = self._rounds is not None and newest >= self._rounds
     return "ended" if is_over else "stopped"
 

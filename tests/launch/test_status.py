@@ -46,6 +46,10 @@ def test_a_run_without_a_process_tells_how_far_it_came(tmp_path):
   assert saved == "newest checkpoint: round 3"
   first, *_ = status.told(tmp_path, 4, None, "", 0.0)
   assert first == f"{tmp_path}: the run has ended, 4 of 4 rounds"
+  workdir.keep_failure(tmp_path, "error: round 4: nan")
+  first, error, *_ = status.told(tmp_path, 4, None, "", 0.0)
+  assert first == f"{tmp_path}: the run has failed; the same command goes on"
+  assert error == "error: round 4: nan"
 
 
 def test_a_process_that_was_killed_is_told_as_gone(tmp_path):

@@ -167,6 +167,9 @@ def test_a_run_that_fails_is_told_with_its_last_error(tmp_path, capsys):
   told = capsys.readouterr().out
   assert f"{run.directory}: failed with 2, see log.txt: rounds=0\n" in told
   assert f"{silent.directory}: failed with 1, see log.txt\n" in told
+  # So that a table does not pass off results of before as theirs.
+  notes = [comparison.remark(one.directory) for one in (run, silent)]
+  assert notes == ["see log.txt: rounds=0", "see log.txt"]
 
 
 @pytest.mark.process

@@ -80,6 +80,16 @@ def test_a_run_that_never_saved_starts_over_with_any_config(
   assert workdir.read(tmp_path) == other(experiment)
 
 
+def test_the_error_of_a_run_is_kept_until_it_goes_on(tmp_path, experiment):
+  workdir.claim(tmp_path, experiment).close()
+  assert not workdir.failure(tmp_path)
+  workdir.keep_failure(tmp_path, "error: no gradient")
+  workdir.keep_failure(tmp_path / "gone", "error: nor a disk")
+  assert workdir.failure(tmp_path) == "error: no gradient"
+  workdir.claim(tmp_path, experiment).close()
+  assert not workdir.failure(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["25", "25.damaged"])
 def test_a_checkpoint_whole_or_damaged_keeps_the_records(
   name, tmp_path, experiment

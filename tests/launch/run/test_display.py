@@ -58,9 +58,10 @@ def test_a_line_shows_a_round():
   # Two rounds took 3 s after the first update; 297 are left: 445.5 s.
   assert stream.getvalue().splitlines() == [
     "09:30:00 busy: decode/learner mesh, % of the round; lag: largest/bound",
-    "09:30:00 round   1/300 success  62% eval    - busy  87/34  lag 1/2 left -",
+    "09:30:00 round   1/300 success  62% reward 0.50 busy  87/34  lag 1/2"
+    " left -",
     "09:30:00 evaluation: success 58% (51% to 65%)",
-    "09:30:00 round   3/300 success  62% eval  58% busy  87/34  lag 1/2"
+    "09:30:00 round   3/300 success  62% reward 0.50 busy  87/34  lag 1/2"
     " left 7:26",
     "09:30:00   faults 4",
   ]
@@ -75,7 +76,7 @@ def test_the_longest_line_has_80_columns():
   faults = {"faults": 128.0, "skipped_updates": 1.0}
   shown.update({"round": 2, **_METRICS, **full, **faults}, "env_fault: " * 20)
   lines = stream.getvalue().splitlines()
-  assert "left 83h18" in lines[-2]
+  assert "left 83h" in lines[-2]
   assert max(map(len, lines)) == 80
 
 
@@ -119,7 +120,7 @@ def test_missing_and_infinite_metrics_are_dashes():
   shown, stream, _ = _plain(9)
   shown.update({"round": 1, "success": math.nan})
   assert stream.getvalue().splitlines()[1:] == [
-    "09:30:00 round 1/9 success    - eval    - busy   -/-   lag -/- left -"
+    "09:30:00 round 1/9 success    - reward    - busy   -/-   lag -/- left -"
   ]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from envs import base
 from envs.rewards import rewards
+from launch.cli import workdir
 from launch.run import local
 from models import config as model_config
 from rl import experiment as experiment_lib
@@ -231,6 +232,9 @@ def test_a_warm_start_of_faults_alone_ends_the_run_in_two_lines(
   *_, error, more = capsys.readouterr().out.splitlines()
   assert "error: warm_start: of 2 demonstrations of counting" in error
   assert more.endswith("more: twinmesh explain TM-R04")
+  kept, cure = workdir.failure(run_dir).splitlines()
+  assert error.endswith(kept)
+  assert more.endswith(cure)
 
 
 def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from launch.cli import workdir
 from launch.run import status_server
 from launch.view import runs
 from tests.helpers import viewed_runs
@@ -209,6 +210,13 @@ def test_a_run_is_over_once_it_has_all_rounds(tmp_path):
   viewed_runs.write_lines(tmp_path / "b" / "metrics.jsonl", rows)
   states = [run["state"] for run in overview(tmp_path)["runs"]]
   assert states == ["ended", "stopped"]
+
+
+def test_a_run_that_an_error_ended_has_failed_and_says_why(tmp_path):
+  path = viewed_runs.run(tmp_path / "a", 3)
+  workdir.keep_failure(path, "error: round 3: nan\n  more: twinmesh explain x")
+  (run,) = overview(tmp_path)["runs"]
+  assert (run["state"], run["note"]) == ("failed", "error: round 3: nan")
 
 
 @pytest.mark.process
