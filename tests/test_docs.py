@@ -31,7 +31,7 @@ TOPS = (
   *("benchmarks", "scripts"),
 )
 FOLDERS = (*TOPS, "docs", "notebooks", "tests")
-FILE = re.compile(r"\.(py|md|lock|svg|jsonl?|html|yml)$")
+FILE = re.compile(r"\.(py|md|lock|svg|jsonl?|html|txt|yml)$")
 # Other projects' names.
 OTHERS = {"dataclasses", "flax", "openai", "optax", "transformers", "ui"}
 
