@@ -158,7 +158,12 @@ class Selection:
           joined.returns.extend(part.returns)
     final = joined.advantages
     if estimator.scope == "batch":
-      final = estimator.over_batch(final)
+      # Groups kept for another gradient stay 0, and are in no deviation.
+      same = self.zero_variance
+      varied = [i for i, k in enumerate(order) if not same[k]]
+      over = estimator.over_batch([final[i] for i in varied])
+      for i, own in zip(varied, over, strict=True):
+        final[i] = own
     return advantages.Estimate(
       _in_order(final, order),
       None if joined.returns is None else _in_order(joined.returns, order),

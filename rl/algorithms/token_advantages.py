@@ -60,8 +60,8 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
 
   Attributes:
     baseline: "group" subtracts the mean reward of the group first, so that a
-      group that varies little stays small. One that does not vary at all is
-      not trained, so that its zeros are in no deviation.
+      group that varies little stays small. The zeros of one that does not
+      vary at all are in no deviation.
     discount: a token.
     over: what has mean 0 and deviation 1; see `whiten`.
     eps: added to the standard deviation.

@@ -247,6 +247,19 @@ def test_whitening_leaves_out_faults_and_groups_that_are_not_trained():
   assert trained == [[True] * 2, [False] * 2, [False, True, True], [False] * 2]
 
 
+def test_groups_kept_without_variance_are_not_whitened():
+  whole = [_group((1.0, 1), (0.0, 3)), _group((4.0, 2), (0.0, 2))]
+  flat = _group((7.0, 2), (7.0, 2))
+  want = group_selection.select(whole, WHITENED).estimate().advantages
+  found = group_selection.select(
+    [flat, *whole], WHITENED, keep_zero_variance=True
+  ).estimate()
+  # The tokens of the others have a mean, which no flat group may get minus of.
+  assert [own.tolist() for own in found.advantages[:2]] == [[0.0] * 2] * 2
+  for own, wanted in zip(found.advantages[2:], want, strict=True):
+    assert own.tolist() == wanted.tolist()
+
+
 def test_whitening_over_an_update_has_mean_zero_over_all_its_groups():
   groups = [_group((1.0, 1), (0.0, 3)), _group((4.0, 2), (0.0, 2))]
   estimator = token_advantages.ReinforcePlusPlus()
