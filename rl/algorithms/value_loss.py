@@ -12,6 +12,10 @@ from jaxtyping import Array, Float
 from rl.data import batch as batch_lib
 from rl.settings import checks
 
+_ROUNDING = 1e-6
+"""A variance below this share of the mean square is what sums in float32 have
+lost."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueLoss:
@@ -96,7 +100,7 @@ def metrics(sums: ValueSums, tokens: Float[Array, ""]) -> dict[str, Array]:
   """Returns means of a token.
 
   `explained_variance` is 1 - var(R - V) / var(R): 1 of a critic that knows all,
-  0 of one that says the mean, nan where all targets are the same.
+  0 of one that says the mean, nan where all targets are about the same.
   """
 
   def variance(total, squared):
@@ -104,7 +108,8 @@ def metrics(sums: ValueSums, tokens: Float[Array, ""]) -> dict[str, Array]:
 
   left = variance(sums.errors, sums.errors_squared)
   whole = variance(sums.targets, sums.targets_squared)
+  least = _ROUNDING * sums.targets_squared / tokens
   return {
     "value_loss": sums.loss / tokens,
-    "explained_variance": jnp.where(whole > 0, 1 - left / whole, jnp.nan),
+    "explained_variance": jnp.where(whole > least, 1 - left / whole, jnp.nan),
   }

@@ -94,8 +94,11 @@ def test_the_variance_that_it_explains(values, expected):
   assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_of_equal_targets_there_is_nothing_to_explain():
-  assert math.isnan(told([1, 2], [3, 3])[2]["explained_variance"])
+@pytest.mark.parametrize("target", [3.0, 0.1, 0.2, 0.9, 3.3])
+@pytest.mark.parametrize("count", [2, 3, 100])
+def test_of_equal_targets_there_is_nothing_to_explain(target, count):
+  found = told(np.linspace(0, 1, count), [target] * count)[2]
+  assert math.isnan(found["explained_variance"])
 
 
 def test_sums_of_nothing_add_nothing():
