@@ -89,7 +89,10 @@ def _problems(
 ) -> list[str]:
   if problem := _place_problem(files):
     return [problem]
-  entries = jax.tree.leaves(parameter_names.entries(config))
+  try:
+    entries = jax.tree.leaves(parameter_names.entries(config))
+  except ValueError as error:
+    return [str(error)]
   problems = [
     *_config_problems(files.directory, config),
     *_tokenizer_problems(files.directory, config),

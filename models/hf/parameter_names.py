@@ -106,16 +106,26 @@ def entries(config: config_lib.ModelConfig) -> definition.Params:
   """Returns the tree of parameters with an Entry as each leaf; no adapters.
 
   Layers are unrolled: their files do not know of stacks.
+
+  Raises:
+    ValueError: a policy that is not ours has others than these parameters.
   """
   config = layer_stack.unrolled(dataclasses.replace(config, lora=None))
   bare = policy_lib.of(config)
 
   def leaf(path, axes: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> Entry:
     keys = [key.key for key in path]
-    if keys[0] != "layers":
-      theirs, num_in = _TOP[keys[0]]
+    inside = keys[0] == "layers"
+    name = ".".join(map(str, keys[2:] if inside else keys))
+    names = _LAYER if inside else _TOP
+    if name not in names:
+      raise ValueError(
+        f"model.policy has the parameter {name!r}, for which files of Hugging "
+        "Face have no place; use model.policy=none"
+      )
+    theirs, num_in = names[name]
+    if not inside:
       return Entry((theirs,), axes, shape.shape, num_in)
-    theirs, num_in = _LAYER[".".join(keys[2:])]
     full = f"model.layers.{keys[1]}.{theirs}.weight"
     names = (full,)
     if axes[0] == "experts":

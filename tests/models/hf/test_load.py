@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 
 from models import config as config_lib
 from models import layer_stack, sharding
@@ -343,6 +344,26 @@ def test_a_config_that_computes_something_else_is_refused(
 ):
   message = refusal(directory, dataclasses.replace(CONFIG, **change))
   assert reason in message
+
+
+class Words(nnx.Module):
+  """A policy of one table, with a name of its own."""
+
+  def __init__(self, config, key):
+    shape = config.vocab_size, config.d_model
+    self.words = sharding.parameter(
+      jax.random.normal(key, shape), ("vocab", "embed")
+    )
+
+
+def test_a_policy_of_other_parameters_has_no_checkpoint(directory, tmp_path):
+  other = dataclasses.replace(CONFIG, policy=Words)
+  assert "model.policy has the parameter 'words'" in refusal(directory, other)
+  with pytest.raises(load.Unusable, match=r"use model\.policy=none"):
+    load.check(directory, other)
+  with pytest.raises(ValueError, match="has the parameter 'words'"):
+    export.export(tmp_path / "other", {}, other)
+  assert not (tmp_path / "other").exists()
 
 
 def test_a_shorter_context_and_another_way_to_compute_are_fine(directory):
