@@ -162,6 +162,9 @@ class Algorithm(objective.Objective):
       case references.Initial() if model.lora is not None:
         why = "it would keep a copy of what model.lora never changes"
         refuse(why=why, out="use reference=base")
+      case references.Teacher(model=teacher) if teacher.lora is not None:
+        why = "its model.lora is set, and a checkpoint holds no adapters"
+        refuse(why=why, out="use reference.model.lora=none: export merges them")
       case references.Teacher(model=teacher):
         where = "algorithm.reference.model"
         out = "as in model, whose tokens it scores; use a teacher with as many"

@@ -501,6 +501,12 @@ def test_what_compares_all_groups_of_an_update_waits_for_them(advantage):
       "reference.model.max_length=15 must be at least 16",
       "use a teacher with as many",
     ),
+    (
+      taught(lora=ADAPTED.lora),
+      ADAPTED,
+      "a checkpoint holds no adapters",
+      "use reference.model.lora=none",
+    ),
   ],
 )
 def test_a_reference_that_the_model_does_not_have_is_refused(
