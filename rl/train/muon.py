@@ -74,6 +74,8 @@ def _sides(path: tuple[Any, ...], leaf: Any) -> _Sides | None:
   names = _axes(path)
   if not names or "norm" in names or "router" in names:
     return None
+  if leaf.ndim < len(names):  # Of another policy, with heads in one axis.
+    return None
   experts = int(names[0] == "experts")
   # One side of every matrix is a single axis: the model's width, or a rank.
   split = 1 if names[experts] in ("embed", "rank") else -1

@@ -98,6 +98,13 @@ def test_a_critic_is_no_matrix():
   )
 
 
+def test_a_projection_of_another_policy_with_fewer_axes_is_no_matrix():
+  # Ours are [embed, heads, head_dim].
+  other = {"attention": {"query": jnp.ones((16, 24)), "key": jnp.ones(16)}}
+  adam = {"attention": {"query": "adam", "key": "adam"}}
+  assert muon_lib.labels(other) == adam
+
+
 def test_each_expert_steps_as_a_matrix_of_its_own():
   experts = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32)
   optimizer = optimizers.Muon(learning_rate=1.0, max_grad_norm=1e9)()
