@@ -123,8 +123,15 @@ class Algorithm(objective.Objective):
       out = "use old_logprob=decode"
       refuse("overlap.old_logprob", "algorithm.loss", why=why, out=out)
     # A mask alone does not say how much likelier a token has become.
-    if correction is None or not correction.weighs:
+    weighed = correction is not None and correction.weighs
+    if not weighed:
       self._validate_late(schedule, refuse)
+    several = schedule.updates_per_round > 1 and not self.loss.has_ratio
+    if several and not (weighed and old == "recompute"):
+      why = "without a ratio later updates would take old tokens for their own"
+      out = "use updates_per_round=1, or overlap.old_logprob=recompute with "
+      out += "algorithm.correction=token_truncated"
+      refuse("algorithm.loss", "overlap.updates_per_round", why=why, out=out)
 
   def _validate_late(
     self, schedule: overlap.Overlap, refuse: Callable[..., NoReturn]

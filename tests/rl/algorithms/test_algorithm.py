@@ -379,6 +379,23 @@ def test_a_ratio_that_forgets_who_sampled_needs_a_correction(
   )
 
 
+@pytest.mark.parametrize("old", ["decode", "snapshot", "recompute"])
+def test_without_a_ratio_later_updates_of_a_round_need_weights(old):
+  # Those of a snapshot are 1: it sampled all tokens of the round.
+  several = dataclasses.replace(RECOMPUTED, old_logprob=old)
+  reinforce = losses.Reinforce()
+  for correction in {
+    "decode": [None],
+    "snapshot": [None, CORRECTION],
+    "recompute": [corrections.Veto()],
+  }[old]:
+    with pytest.raises(ValueError, match="updates_per_round=4") as error:
+      free(loss=reinforce, correction=correction).validate_schedule(several)
+    assert "old_logprob=" in str(error.value)
+  free(loss=reinforce, correction=CORRECTION).validate_schedule(RECOMPUTED)
+  free(loss=reinforce).validate_schedule(overlap.sync(4))
+
+
 @pytest.mark.parametrize(
   "mask",
   [corrections.Veto(), corrections.GeometricRejection()],
