@@ -409,6 +409,14 @@ class Experiment:
         f"repeatable=true with placement.learner_processes={count}: processes "
         f"answer at times of their own; use 1, or {out.removeprefix('use ')}"
       )
+    for field in dataclasses.fields(self.bounds):
+      bound = getattr(self.bounds, field.name)
+      if bound is not None and bound.then == "pause":
+        raise ValueError(
+          f"repeatable=true with bounds.{field.name}.then=pause: a restart "
+          "publishes what was held back; use warn or stop, or "
+          f"{out.removeprefix('use ')}"
+        )
     for source in self.sources:
       if base.members_together(source) > 1:
         raise ValueError(

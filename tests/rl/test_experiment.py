@@ -17,6 +17,7 @@ from rl import experiment as experiment_lib
 from rl.algorithms import presets, references, token_advantages
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.sglang import settings as sglang_settings
+from rl.loop import metric_bounds
 from rl.pools import affinity, placement
 from rl.schedule import overlap
 from rl.settings import overrides as overrides_lib
@@ -456,6 +457,16 @@ def test_what_answers_from_elsewhere_does_not_go_with_a_repeatable_run(
   with pytest.raises(ValueError, match=r"learner_processes=2: .* use 1, or"):
     there.validate()
   dataclasses.replace(experiment, repeatable=True).validate()
+
+
+def test_a_repeatable_run_cannot_hold_its_weights_back(experiment):
+  # Its checkpoint has the newest weights, and a restart serves them.
+  pause = metric_bounds.Bound(limit=1.0, then="pause")
+  bounds = metric_bounds.MetricBounds(kl=pause)
+  held = dataclasses.replace(experiment, repeatable=True, bounds=bounds)
+  with pytest.raises(ValueError, match=r"with bounds\.kl\.then=pause: a res"):
+    held.validate()
+  dataclasses.replace(held, repeatable=False).validate()
 
 
 def test_engines_that_hand_over_nothing_encode_for_nobody(experiment):
