@@ -116,15 +116,8 @@ The means measured by `benchmarks.weight_dtypes` are 1e-7 in float32 on a CPU,
 """
 _METRICS = {"logprob_gap": "logprob_gap_mean"}
 _FLOORS = ("behaviour_ess", "entropy")
-# Most of these are 0 after a round that trains nothing, of which runs warn.
-_OF_TRAINED = (
-  "behaviour_kl",
-  "kl",
-  "behaviour_ess",
-  "entropy",
-  "grad_norm",
-  "fault_share",
-)
+# These are 0 after a round that trains nothing, of which runs warn.
+_OF_TRAINED = ("behaviour_kl", "kl", "behaviour_ess", "entropy", "grad_norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

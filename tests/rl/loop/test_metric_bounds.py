@@ -52,6 +52,14 @@ def test_a_round_that_trains_nothing_has_no_entropy_to_compare():
   assert metric_bounds.crossings(bounds, [row | {"trained_tokens": 8.0}])
 
 
+def test_a_round_of_faults_alone_counts_for_their_bound():
+  # Nothing is trained because of them, which is what the bound is for.
+  bounds = dataclasses.replace(NONE, fault_share=Bound(limit=0.5, rounds=2))
+  row = {"fault_share": 1.0, "trained_tokens": 0.0}
+  rows = [row | {"round": number} for number in (1, 2)]
+  assert [x.round for x in metric_bounds.crossings(bounds, rows)] == [2]
+
+
 def test_a_gradient_norm_is_compared_with_the_median_before_it():
   # The median of 49 rounds of 1 and one of 3 is 1; before 50 rounds are known
   # nothing is compared. 10 is not above 10 x 1, and 11 is.
