@@ -121,9 +121,10 @@ class Calls:
           if not tasks[0].done():
             tasks.append(asyncio.create_task(self._again(once)))
         answered = await _first(tasks)
+        result = answered.result()
         self._recent.append(time() - began)
         self.counts.hedges_won += answered is not tasks[0]
-        return answered.result()
+        return result
       finally:
         for task in tasks:
           task.cancel()

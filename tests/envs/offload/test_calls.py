@@ -111,6 +111,20 @@ def test_a_call_is_slow_by_the_percentile_of_recent_ones():
   assert HEDGE.after_s([0.01] * 50) == 0.5
 
 
+def test_a_quick_failure_makes_no_later_call_slow():
+  sent = Sent([-0.0001] * 20 + [4.0])
+
+  async def scenario():
+    asked = calls.Calls(HEDGE, 9)
+    for _ in range(20):
+      with pytest.raises(OSError, match="failed"):
+        await asked.call(sent)
+    return await asked.call(sent), asked.counts.hedges
+
+  # None has been answered, so a call is slow above first_s=5.
+  assert virtual_clock.run(scenario()) == (21, 0)
+
+
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
