@@ -25,7 +25,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from envs import base, extras, guarded_process
@@ -234,7 +234,7 @@ class JudgeScore:
       "SCORE", self.criterion, [work], choices, task, self.with_answer
     )
     score = await _verdict(
-      self.server, question, self.asks, self.low, self.high
+      self.server, question, self.asks, lambda x: self.low <= x <= self.high
     )
     return (score - self.low) / (self.high - self.low)
 
@@ -309,8 +309,14 @@ class JudgePairs:
       task,
       self.with_answer,
     )
-    better = await _verdict(self.server, question, self.asks, 0, 2)
-    return {0.0: 0.5, 1.0: 1.0}.get(better, 0.0)
+    better = await _verdict(
+      self.server, question, self.asks, _FIRST_WINS.__contains__
+    )
+    return _FIRST_WINS[better]
+
+
+_FIRST_WINS = {0.0: 0.5, 1.0: 1.0, 2.0: 0.0}
+"""By the verdict on a pair."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,7 +401,10 @@ def _question(
 
 
 async def _verdict(
-  server: JudgeServer, question: _Question, asks: int, low: float, high: float
+  server: JudgeServer,
+  question: _Question,
+  asks: int,
+  is_choice: Callable[[float], bool],
 ) -> float:
   """Returns the number of the verdict.
 
@@ -408,7 +417,7 @@ async def _verdict(
   for _ in range(asks):
     said = await server.ask(messages)
     values = {float(number) for number in line.findall(said)}
-    if len(values) == 1 and low <= (value := values.pop()) <= high:
+    if len(values) == 1 and is_choice(value := values.pop()):
       return value
     messages[1:] = [
       {"role": "assistant", "content": said or "..."},

@@ -188,6 +188,19 @@ def test_the_better_of_two_wins_whichever_comes_first():
   assert values == pytest.approx([2.5 / 3, 1 / 3, 2.5 / 3, 0.0])
 
 
+def test_a_number_between_the_choices_is_no_win_of_the_second():
+  def judged(question, word):
+    is_again = len(model.bodies[-1]["messages"]) > 1
+    return f"{word}: {1 if is_again else 1.5}"
+
+  model = Model(judged)
+  # Asked again, it prefers the first, in both orders.
+  group = [said("aaa"), said("a"), said("")]
+  values = graded(model, group, judge.JudgePairs)
+  assert values == pytest.approx([0.75, 0.75, 0.0])
+  assert len(model.bodies) == 4
+
+
 def test_a_judge_that_likes_the_first_makes_all_equal():
   model = Model(lambda question, word: f"{word}: 1")
   group = [said(text) for text in "abcd"]
