@@ -68,7 +68,8 @@ def load(
     most: how many are enough.
 
   Raises:
-    UnusableRow: a row cannot be encoded, or is too long; or all are.
+    UnusableRow: a row cannot be encoded, or is too long; or all are, or there
+      is none.
   """
   found: list[tuple[trajectory.Trajectory, ...]] = []
   dropped, place, fault = 0, "", ""
@@ -96,6 +97,9 @@ def load(
         f"{place}: {fault}; raise it, or leave such rows out with "
         "warm_start.too_long=drop"
       )
+  if not (found or dropped):
+    out = ", or use warm_start.held_out=0" if split == "eval" else ""
+    raise UnusableRow(f"there are no examples for {split}; add some{out}")
   if not found:
     raise UnusableRow(
       f"none of {dropped} examples for {split} fits: {place}: {fault}; raise it"

@@ -100,6 +100,13 @@ def test_examples_that_are_too_long_are_refused_or_counted():
   assert len(load(source, 8, most=2).examples) == 2
 
 
+def test_a_split_without_examples_is_told_apart_from_long_ones():
+  with pytest.raises(
+    ValueError, match=r"^there are no examples for eval; .*held_out=0"
+  ):
+    load(Source(), 8)
+
+
 def test_no_example_at_all_is_refused():
   source = Source((chat("go", "yes"),))
   with pytest.raises(
