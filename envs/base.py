@@ -148,7 +148,8 @@ class Environment(Protocol):
   An environment with tools also has an attribute `tools`, read after `start`:
   JSON schemas of functions, as in the OpenAI API. One whose source limits the
   number of environments has a coroutine `admit()`, awaited before `start` and
-  beyond its deadline, which returns when there is room.
+  beyond its deadline, which returns when there is room; a run with `repeatable`
+  refuses it.
   """
 
   async def start(self) -> Sequence[Message]:

@@ -22,7 +22,7 @@ from models.chat import tool_calls
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import starting
-from rl.runtime import isolation
+from rl.runtime import isolation, logical_clock
 from rl.runtime import watchdog as watchdog_lib
 
 _T = TypeVar("_T")
@@ -167,6 +167,11 @@ class _Guarded:
       lambda: getattr(self.environment, "admit", None), "reading its admit"
     )
     if admit is not None:
+      if isinstance(asyncio.get_running_loop(), logical_clock.LogicalEventLoop):
+        raise isolation.Fault(
+          "a repeatable run cannot be saved while an environment waits for "
+          "others in admit; use repeatable=false"
+        )
       await self._ask(admit, "admit", _ignored, math.inf)
 
   def start(self) -> Awaitable[list[base.Message]]:

@@ -12,6 +12,7 @@ from envs import base
 from models.chat import hf_chat, word_chat
 from rl.data import batch, trajectory
 from rl.rollout import episode
+from rl.runtime import logical_clock
 from rl.testing import fakes, scripted_engine
 from tests.helpers import chat_messages
 
@@ -38,15 +39,16 @@ class Foreign(fakes.Counting):
     return environment
 
 
-def play(source, engine=None, **limits):
+def play(source, engine=None, loop_factory=None, **limits):
   """Plays one episode; 60 s of deadline are never waited for."""
   task = source.task(0, "train")
   partial = episode.PartialTrajectory(episode.Episode(task, 3, 0, 0))
   engine = engine or scripted_engine.ScriptedEngine(SAY_YES)
   settings = episode.Limits(**limits)
-  played, _ = asyncio.run(
-    episode.play(source, engine.generate, CHAT, settings, partial)
-  )
+  with asyncio.Runner(loop_factory=loop_factory) as runner:
+    played, _ = runner.run(
+      episode.play(source, engine.generate, CHAT, settings, partial)
+    )
   return played
 
 
@@ -173,6 +175,17 @@ def test_an_environment_that_is_not_admitted_is_a_fault():
   member = play(Foreign(admit=raising(OSError("full"))))
   assert member.status is trajectory.Status.ENV_FAULT
   assert member.fault.startswith("admit raised OSError: full (")
+
+
+def test_a_repeatable_run_refuses_to_wait_for_room():
+  # Who has room is held for a checkpoint, and who waits for it would wait on.
+  async def admit():
+    pass
+
+  loop_factory = logical_clock.LogicalEventLoop
+  member = play(Foreign(admit=admit), loop_factory=loop_factory)
+  assert member.status is trajectory.Status.ENV_FAULT
+  assert "waits for others in admit; use repeatable=false" in member.fault
 
 
 def test_a_first_observation_without_room_for_an_answer_is_a_fault():
