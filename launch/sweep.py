@@ -211,9 +211,12 @@ class Run:
 
   def last_error(self) -> str:
     """Returns the last error in the log of its newest start, or ""."""
-    with self._log.open("rb") as log:
-      log.seek(self._log_bytes)
-      lines = log.read().decode(errors="replace").splitlines()
+    try:
+      with self._log.open("rb") as log:
+        log.seek(self._log_bytes)
+        lines = log.read().decode(errors="replace").splitlines()
+    except OSError:  # Somebody has removed the run.
+      return ""
     errors = [found[1] for line in lines if (found := _ERROR.match(line))]
     return errors[-1] if errors else ""
 
@@ -332,6 +335,8 @@ class Sweep:
             break
           self._active.append(self._waiting.popleft())
           self._active[-1].start(self._launcher)
+          if self._number:  # It came before there was a process to signal.
+            self._active[-1].signal(signal.SIGINT)
         time.sleep(_LOOK_S)
         for run in [*self._active]:
           self._look_at(run)

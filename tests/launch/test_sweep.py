@@ -198,6 +198,30 @@ def test_a_signal_stops_what_runs_and_starts_nothing_more(
   assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.process
+def test_a_signal_that_comes_while_a_run_starts_stops_it(tmp_path):
+  class Interrupted(Scripted):
+    def start(self, launcher):
+      os.kill(os.getpid(), signal.SIGINT)
+      super().start(launcher)
+
+  runs = [Interrupted(tmp_path / f"run_{i}", WAITS, {}) for i in range(2)]
+  began = time.monotonic()
+  assert play(runs, 2, 1) == signal.SIGINT
+  assert time.monotonic() < began + 30
+  assert [run.attempts for run in runs] == [1, 0]
+
+
+REMOVES_ITSELF = "import shutil, sys; shutil.rmtree(sys.argv[1]); sys.exit(1)"
+
+
+@pytest.mark.process
+def test_a_run_whose_directory_is_removed_ends_no_other(tmp_path):
+  runs = scripted(tmp_path, REMOVES_ITSELF, "")
+  assert play(runs, 1, 1) == 0
+  assert [run.failed for run in runs] == [True, False]
+
+
 TELLS_ITS_NUMBER = """
 import os
 print("pid", os.getpid(), flush=True)
