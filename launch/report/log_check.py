@@ -276,12 +276,39 @@ def of_run(run_dir: pathlib.Path) -> Verdict:
   Raises:
     UnreadableLog: it has no log, or no settings.
   """
-  schedule, group_size = promised(run_dir)
+  return read_whole(run_dir, *promised(run_dir))
+
+
+def read_whole(
+  run_dir: pathlib.Path,
+  schedule: overlap.Overlap | None = None,
+  group_size: int = 0,
+) -> Verdict:
+  """Reads the log of a run, and checks that it goes as far as the metrics.
+
+  Args and errors are those of `read`.
+  """
+  # Counted first: a run that goes on writes both meanwhile.
+  rows = _num_rows(run_dir / "metrics.jsonl")
   verdict = read(run_dir / "events.jsonl", schedule, group_size)
-  missing = _missing(run_dir / "metrics.jsonl", verdict.rounds)
-  return dataclasses.replace(
-    verdict, violations=[*verdict.violations, *missing]
+  # Metrics are written a moment before the events of the same round.
+  if rows <= verdict.rounds + 1:
+    return verdict
+  missing = (
+    f"the log ends in round {verdict.rounds}, but metrics.jsonl has {rows}: "
+    "lines are missing at its end"
   )
+  return dataclasses.replace(verdict, violations=[*verdict.violations, missing])
+
+
+def _num_rows(metrics: pathlib.Path) -> int:
+  """Returns the whole lines of a file; 0 if it cannot be read."""
+  try:
+    # Opening a pipe would wait for somebody who writes to it.
+    with untrusted_files.open_regular(metrics) as file:
+      return sum(line.endswith(b"\n") for line in file)
+  except untrusted_files.BadFile:
+    return 0
 
 
 def promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:
@@ -327,23 +354,6 @@ def tampered(run_dir: pathlib.Path) -> str:
   for (kind, field), (found, tried) in sorted(counts.items()):
     rows.append(f"{kind:18}{field or 'event':16}{found} of {tried}")
   return "\n".join(rows)
-
-
-def _missing(metrics: pathlib.Path, rounds: int) -> list[str]:
-  """Returns a violation when the metrics go on after the end of the log.
-
-  Metrics are written a moment before the events of the same round.
-  """
-  if not metrics.is_file():
-    return []
-  with metrics.open("rb") as file:
-    rows = sum(line.endswith(b"\n") for line in file)
-  if rows <= rounds + 1:
-    return []
-  return [
-    f"the log ends in round {rounds}, but {metrics.name} has {rows}: lines are "
-    "missing at its end"
-  ]
 
 
 def schedule_of(config: Mapping[str, Any]) -> tuple[overlap.Overlap, int]:

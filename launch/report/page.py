@@ -136,7 +136,7 @@ def _verdict(
   except (LookupError, ValueError, TypeError):
     notes.append("config.json has no schedule to check the events against.")
   try:
-    return log_check.read(log, schedule, group_size)
+    return log_check.read_whole(path, schedule, group_size)
   except log_check.UnreadableLog as error:
     notes.append(f"{error}.")
     return None

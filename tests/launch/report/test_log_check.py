@@ -316,6 +316,31 @@ def test_a_log_that_ends_before_the_metrics_do_is_a_violation(run_dir, kept):
   assert "but metrics.jsonl has 60: lines are missing at its end" in said
 
 
+def test_a_page_says_so_too(run_dir):
+  (run_dir / "metrics.jsonl").write_text(
+    "".join(json.dumps({"round": i}) + "\n" for i in range(1, 61))
+  )
+  _write(run_dir / "events.jsonl", LOG[: len(LOG) // 2])
+  verdict = report_page.read(run_dir).verdict
+  assert verdict
+  assert verdict.violations == log_check.of_run(run_dir).violations != []
+
+
+def test_a_run_that_writes_while_its_log_is_read_has_lost_nothing(
+  run_dir, monkeypatch
+):
+  metrics, read = run_dir / "metrics.jsonl", log_check.read
+
+  def slowly(*arguments):
+    verdict = read(*arguments)
+    metrics.write_text("{}\n" * 70)
+    return verdict
+
+  metrics.write_text("{}\n" * 60)
+  monkeypatch.setattr(log_check, "read", slowly)
+  assert log_check.of_run(run_dir).violations == []
+
+
 def test_a_page_takes_a_verdict_that_is_known(run_dir):
   known = log_check.of_run(run_dir)
   (run_dir / "events.jsonl").unlink()
