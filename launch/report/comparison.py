@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import pathlib
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -80,7 +81,8 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
   """
   runs, known = [], set[str]()
   for directory in directories:
-    if not (directory / "config.json").is_file():
+    # Path.is_file() raises where a directory of others cannot be looked into.
+    if not os.path.isfile(directory / "config.json"):
       continue
     rows = _rounds(directory)
     known.update(*rows.values())

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from launch.report import comparison
+from tests.helpers import viewed_runs
 
 
 def run(name, values, **settings):
@@ -84,6 +85,12 @@ def test_settings_are_read_as_the_command_line_names_them(tmp_path):
   assert comparison.differing(runs) == ["algorithm", "config_files.task"]
   assert len(runs[0].settings["config_files.task"]) == 8
   assert runs[1].settings["algorithm"] == "Dapo"
+
+
+def test_a_directory_that_cannot_be_looked_into_is_no_run(tmp_path):
+  root = viewed_runs.closed_beside(tmp_path)
+  (one,) = comparison.read(sorted(root.iterdir()), "success")
+  assert one.name == "run"
 
 
 def test_a_run_is_compared_by_its_newest_evaluation(tmp_path):

@@ -31,6 +31,11 @@ def test_runs_are_found_at_any_depth_and_named_by_their_path(tmp_path):
   assert found["title"] == tmp_path.name
 
 
+def test_a_directory_that_cannot_be_looked_into_hides_no_other(tmp_path):
+  root = viewed_runs.closed_beside(tmp_path)
+  assert [run["name"] for run in overview(root)["runs"]] == ["run"]
+
+
 def test_a_directory_that_is_a_run_has_one(tmp_path):
   viewed_runs.run(tmp_path / "one")
   (run,) = overview(tmp_path / "one")["runs"]
