@@ -38,7 +38,8 @@ export function format(value) {
 }
 
 export function ticks(low, high, most) {
-  const rough = Math.max(high - low, 1e-9) / most;
+  // Of one place far from 0 the steps must be those of numbers there.
+  const rough = Math.max(high - low, 1e-9 * Math.abs(high), 1e-9) / most;
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((k) => k * unit).find((s) => s >= rough);
   const all = [];

@@ -146,6 +146,20 @@ def test_a_curve_is_a_line_for_all_seeds_with_a_band(address, browser):
   browser.wait("document.querySelector('[aria-label^=\"entropy\"]') !== null")
 
 
+def test_the_only_round_of_a_run_lies_over_any_number_of_tokens(
+  tmp_path, browser
+):
+  # Steps of 1e-10 would be lost beside 2e6, and never come to an end.
+  path = viewed_runs.run(tmp_path / "run", 1)
+  row = viewed_runs.metrics(1)[0] | {"sampled_tokens": 2e6}
+  viewed_runs.write_lines(path / "metrics.jsonl", [row])
+  with shown(path, browser) as url:
+    browser.open(url)
+    browser.choose("#axis", "tokens")
+    assert browser.count("#curves circle") == 1
+    assert "2,000,000" in browser.text("#curves figure")
+
+
 def test_ticked_runs_alone_are_drawn_and_two_can_be_compared(address, browser):
   browser.open(address)
   browser.click("tbody input", 0)
