@@ -37,6 +37,7 @@ _FIRST_ROWS = 8
 _MAX_LEAVES = 8
 
 
+@flags.exit_on_interrupt()
 def main(argv: list[str]) -> None:
   """Reads the update and the settings of its run, and replays it."""
   with flags.exit_on_setting_error():

@@ -26,6 +26,7 @@ from rl.settings import overrides
 _MAX_LINES = 40
 
 
+@flags.exit_on_interrupt()
 def main(argv: Sequence[str]) -> None:
   """Asks the process of the run, and prints its answer."""
   with flags.exit_on_setting_error():

@@ -67,20 +67,27 @@ def command(program: Callable[[], None]) -> Callable[[Sequence[str]], None]:
   def main(argv: Sequence[str]) -> None:
     with exit_on_setting_error():
       refuse_arguments(argv)
-    try:
-      try:
-        program()
-      finally:
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-      log_line.tell("interrupted")
-      sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:
-      if not _has_lost_its_reader():
-        raise
-      sys.exit(128 + signal.SIGPIPE)
+    with exit_on_interrupt():
+      program()
 
   return main
+
+
+@contextlib.contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+  """Ends the process on Ctrl-C, and when nobody reads its output; `command`."""
+  try:
+    try:
+      yield
+    finally:
+      sys.stdout.flush()
+  except KeyboardInterrupt:
+    log_line.tell("interrupted")
+    sys.exit(128 + signal.SIGINT)
+  except BrokenPipeError:
+    if not _has_lost_its_reader():
+      raise
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:
