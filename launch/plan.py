@@ -79,6 +79,11 @@ check = flags.instance_of(problem_lib.Planning, "configs/fleet_small.py")
 
 
 def _load_base(problem: problem_lib.Planning) -> experiment.Experiment | None:
+  if _KIND.value is not None and _CALIBRATE.value is None:
+    raise overrides.SettingError(
+      f"--kind={_KIND.value} without --calibrate: name the run whose devices "
+      "are of this kind"
+    )
   if _BASE.value is None:
     if _OUT.value is not None:
       raise overrides.SettingError(
@@ -89,13 +94,20 @@ def _load_base(problem: problem_lib.Planning) -> experiment.Experiment | None:
   base = flags.load(_BASE.value, check=experiment.check_experiment)
   plan_config.check_base(problem, base)
   if _OUT.value is not None:
-    _check_out(pathlib.Path(_OUT.value))
+    _check_out(pathlib.Path(_OUT.value), _BASE.value)
   return base
 
 
-def _check_out(out: pathlib.Path) -> None:
+def _check_out(out: pathlib.Path, base_path: str) -> None:
   if out.suffix != ".py" or out.is_dir():
     raise overrides.SettingError(f"--out={out}: expected a .py file")
+  given = [
+    flags.split(path)[0] for path in (base_path, absl_flags.FLAGS.config)
+  ]
+  if out.exists() and any(out.samefile(file) for file in given):
+    raise overrides.SettingError(
+      f"--out={out} would replace a file that the plan is made of; name another"
+    )
   workdir.make_writable(out.parent, f"--out={out}")
 
 
@@ -217,18 +229,21 @@ def write(
   """Writes a config of the best choice, and checks it as a run would.
 
   Args:
-    base_path: of the base; the file holds it relative to its own place.
+    base_path: of the base; the file holds it relative to its own place. One
+      below configs/ may be that of the package.
     out: in an existing directory.
   """
   lines = [textwrap.wrap(text, 78) for text in summary(plan, problem)]
   # The first line names the choice, as the title of the file does.
   text_below = "\n".join(itertools.chain(*lines[1:]))
+  file, argument = flags.split(base_path)
+  relative = os.path.relpath(file.resolve(), out.parent.resolve())
   text = plan_config.source(
     problem,
     plan.best.choice,
     base,
     name=str(out),
-    base_path=os.path.relpath(base_path, out.parent),
+    base_path=relative if argument is None else f"{relative}:{argument}",
     summary=text_below,
   )
   out.write_text(text)

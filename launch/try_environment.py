@@ -232,7 +232,8 @@ def _respond(
   lines, url = _lines(), _BASE_URL.value
   has_oracle = environment_trial.demonstrates(source)
   own = "demonstration" if has_oracle else "random"
-  given = "scripted" if lines else "served" if url else own
+  is_scripted = lines or _ANSWERS.value is not None
+  given = "scripted" if is_scripted else "served" if url else own
   policy = _POLICY.value or given
   if lines and policy != "scripted":
     raise annotations.SettingError(
@@ -242,6 +243,10 @@ def _respond(
     raise annotations.SettingError(
       f"--policy={policy} with --base_url={url or ''}: a served policy needs "
       "the address of an OpenAI API, and no other takes one"
+    )
+  if _MODEL.value and not url:
+    raise annotations.SettingError(
+      f"--model={_MODEL.value} without --base_url: name the API that serves it"
     )
   if url:
     key = os.environ.get("OPENAI_API_KEY", "none")

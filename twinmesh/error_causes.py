@@ -139,7 +139,7 @@ CAUSES = (
     " come with Twinmesh are also found as configs/NAME.py from elsewhere,"
     " unless a directory configs of your own lies here.",
     cure="Correct the path; [recipes](recipes.md) lists what is shipped.",
-    of=("launch.cli.flags:_split",),
+    of=("launch.cli.flags:split",),
   ),
   Cause(
     code="TM-F02",

@@ -214,7 +214,7 @@ def load(
     SettingError: what is wrong with the file or with an override.
     ValueError: of validate() or check.
   """
-  file, argument = _split(path)
+  file, argument = split(path)
   if file.suffix == ".json":
     tree = config_file.read_json(file)
   else:
@@ -277,7 +277,7 @@ def instance_of(cls: type, example: str) -> Callable[[Any], None]:
 
 def sweep(path: str) -> list[dict[str, str]]:
   """Returns the overrides of each run of the file's sweep(), or no runs."""
-  file, _ = _split(path)
+  file, _ = split(path)
   if file.suffix == ".json":
     return []
   module = config_file.load(file)
@@ -302,7 +302,7 @@ def exit_on_setting_error() -> Iterator[None]:
     error_codes.fail(error, error_codes.code_of(error, _REFUSED))
 
 
-def _split(path: str) -> tuple[pathlib.Path, str | None]:
+def split(path: str) -> tuple[pathlib.Path, str | None]:
   """Returns the file and what follows `.py:`; the file exists."""
   head, separator, argument = path.partition(".py:")
   file = pathlib.Path(f"{head}.py" if separator else path)

@@ -84,6 +84,33 @@ def test_the_written_config_is_the_base_with_the_choice(tmp_path):
     assert flags.load(str(out)) == plan_config.apply(problem, choice, base)
 
 
+@pytest.mark.parametrize("path", ["configs/guess_number_moe.py", "b.py:x"])
+def test_a_config_finds_its_base_from_anywhere(tmp_path, monkeypatch, path):
+  # A config of the package, and one that is beside what a link leads to.
+  there, link = tmp_path / "there" / "plans", tmp_path / "link"
+  there.mkdir(parents=True)
+  link.symlink_to(there)
+  (tmp_path / "b.py").write_text(
+    "from configs import guess_number_moe\n"
+    "def get_config(name):\n  return guess_number_moe.get_config()\n"
+  )
+  monkeypatch.chdir(tmp_path)
+  problem = dataclasses.replace(question(), max_simulations=1)
+  base = guess_number_moe.get_config()
+  found = search.best_of(problem, *search.candidates(problem))
+  plan.write(found, problem, base, path, link / "best.py")
+  planned_run = flags.load(str(there / "best.py"))
+  assert planned_run.environment == base.environment
+
+
+def test_what_a_plan_is_made_of_is_not_replaced(capsys, tmp_path, fleet_file):
+  own = tmp_path / "base.py"
+  own.write_text(BASE.read_text())
+  given = [f"--config={fleet_file}", f"--base={own}"]
+  for out in (own, fleet_file):
+    assert "would replace a file" in refused(capsys, *given, f"--out={out}")
+
+
 def test_preferences_of_tasks_that_the_base_has_not_are_left_out():
   base, problem = guess_number_moe.get_config(), planned_fleets.question()
   guessing = {planned_fleets.GUESSES.name: "compute"}
@@ -162,6 +189,10 @@ def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
     (
       ["--config=configs/fleet_small.py", "--out=x.py"],
       "--out=x.py without --base",
+    ),
+    (
+      ["--config=configs/fleet_small.py", "--kind=compute"],
+      "--kind=compute without --calibrate",
     ),
     (
       ["--config=configs/fleet_small.py", f"--base={BASE}"],

@@ -156,6 +156,9 @@ def test_a_source_is_tried_without_a_config():
     ([LETTERS, "--policy=served"], "needs the address of an OpenAI API"),
     ([LETTERS, "--policy=random", "--base_url=x"], "and no other takes one"),
     ([LETTERS, "--policy=random", "--answer=a"], "has its own answers"),
+    # A file without a line: the oracle would play in its place.
+    ([LETTERS, "--answers=/dev/null"], "needs answers: --answer=TEXT"),
+    ([LETTERS, "--model=x"], "--model=x without --base_url"),
     ([LETTERS, "--answers=none.txt"], "--answers=none.txt cannot be read"),
     (["--config=configs/simulated_3000.py"], "must give an rl.experiment"),
   ],
