@@ -204,17 +204,20 @@ def _groups(
   """Returns the groups of one round."""
   groups = collections.defaultdict(list)
   unreadable = odd = 0
-  for offset, line in _lines(path):
-    try:
-      data = parse(line)
-    except NoTrajectory:
-      unreadable += bool(line.strip())
-      continue
-    try:
-      one = row(data, round_, used, offset), shown(data, round_)
-      groups[one[0][1]].append(one)
-    except NoTrajectory:
-      odd += 1
+  try:
+    for offset, line in _lines(path):
+      try:
+        data = parse(line)
+      except NoTrajectory:
+        unreadable += bool(line.strip())
+        continue
+      try:
+        one = row(data, round_, used, offset), shown(data, round_)
+        groups[one[0][1]].append(one)
+      except NoTrajectory:
+        odd += 1
+  except OSError as error:  # The run keeps the newest, and has deleted it.
+    notes.append(f"{path.name} cannot be read: {error.strerror}.")
   if unreadable:
     notes.append(f"{path.name}: unreadable lines left out: {unreadable}.")
   if odd:

@@ -191,3 +191,15 @@ def test_lines_of_another_form_are_left_out_and_told_of(tmp_path):
     "round_000001.jsonl: unreadable lines left out: 2.",
     "round_000001.jsonl: lines without a trajectory left out: 1.",
   ]
+
+
+def test_a_file_that_a_run_deletes_meanwhile_is_said_and_left_out(
+  tmp_path, monkeypatch
+):
+  gone = tmp_path / "round_000001.jsonl"
+  monkeypatch.setattr(trajectory_index, "files", lambda _: {1: gone})
+  notes = []
+  assert trajectory_index.sample(tmp_path, notes, {}) == []
+  assert notes == [
+    "round_000001.jsonl cannot be read: No such file or directory."
+  ]
