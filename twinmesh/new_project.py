@@ -6,6 +6,7 @@ tests of both. All of it works before a line is changed.
 
 import argparse
 import pathlib
+import re
 from typing import NoReturn
 
 from twinmesh import error_codes
@@ -58,9 +59,11 @@ def write(directory: pathlib.Path) -> None:
       "directory"
     )
   directory.mkdir(parents=True, exist_ok=True)
+  # It becomes part of a docstring.
+  title = re.sub(r'[\\"]', "_", directory.resolve().name)
   for file in sorted(_TEMPLATE.glob("*.txt")):
     name = file.stem if "." in file.stem else f".{file.stem}"
-    text = file.read_text("utf-8").replace("NAME", directory.resolve().name)
+    text = file.read_text("utf-8").replace("NAME", title)
     (directory / name).write_text(text, "utf-8")
 
 

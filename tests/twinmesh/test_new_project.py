@@ -1,5 +1,6 @@
 """A new project works before a line of it is changed."""
 
+import ast
 import os
 import pathlib
 import subprocess
@@ -59,6 +60,12 @@ def test_nothing_is_overwritten(tmp_path, kind):
 
 
 @pytest.mark.process
+def test_any_name_of_a_directory_gives_a_config_that_can_be_read(tmp_path):
+  new_project.write(tmp_path / 'a"""b\\')
+  text = (tmp_path / 'a"""b\\' / "config.py").read_text()
+  assert ast.get_docstring(ast.parse(text)).startswith("The run of a___b_: ")
+
+
 def test_the_command_says_what_comes_next(tmp_path):
   done = python(tmp_path, "twinmesh", "new", "first")
   assert done.returncode == 0, done.stderr
