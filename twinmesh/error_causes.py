@@ -525,6 +525,7 @@ CAUSES = (
     of=(
       "models.hf.export",
       "models.hf.load:Unusable",
+      "models.hf.parameter_names:entries",
       "models.hf.peft",
       "models.hf.safetensors_io",
     ),

@@ -112,7 +112,7 @@ def train(
     return 1
   except OSError as error:
     if not disk.is_cause(error, run_dir):
-      workdir.keep_failure(run_dir, f"error: {error!r}")
+      workdir.keep_failure(run_dir, repr(error))
       raise
     failure = disk.failure(error, run_dir)
     _fail(run_dir, screen, error_codes.text(failure, "TM-D09"))
@@ -125,7 +125,7 @@ def train(
       screen.note(f"to find the cause:\n  python -m launch.replay {path}")
     return 1
   except Exception as error:
-    workdir.keep_failure(run_dir, f"error: {error!r}")
+    workdir.keep_failure(run_dir, repr(error))
     raise
   finally:
     screen.close()
