@@ -63,7 +63,8 @@ def test_nothing_is_overwritten(tmp_path, kind):
 def test_any_name_of_a_directory_gives_a_config_that_can_be_read(tmp_path):
   new_project.write(tmp_path / 'a"""b\\')
   text = (tmp_path / 'a"""b\\' / "config.py").read_text()
-  assert ast.get_docstring(ast.parse(text)).startswith("The run of a___b_: ")
+  docstring = ast.get_docstring(ast.parse(text)) or ""
+  assert docstring.startswith("The run of a___b_: ")
 
 
 def test_the_command_says_what_comes_next(tmp_path):
