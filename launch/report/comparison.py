@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import pathlib
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -81,8 +80,7 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
   """
   runs, known = [], set[str]()
   for directory in directories:
-    # Path.is_file() raises where a directory of others cannot be looked into.
-    if not os.path.isfile(directory / "config.json"):
+    if not run_files.is_run(directory):
       continue
     rows = _rounds(directory)
     known.update(*rows.values())

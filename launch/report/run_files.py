@@ -22,6 +22,12 @@ _MAX_SPANS_READ = 500_000
 _MAX_GAPS = 8
 
 
+def is_run(directory: pathlib.Path) -> bool:
+  """Returns whether a directory is that of a run, and may be looked into."""
+  # Path.is_file() raises where it may not.
+  return os.path.isfile(directory / "config.json")
+
+
 def lines(
   path: pathlib.Path, notes: list[str], **needed: type | types.UnionType
 ) -> Iterator[dict[str, Any]]:

@@ -110,8 +110,13 @@ def train(
   ) as error:
     _fail(run_dir, screen, error_codes.text(error))
     return 1
-  except OSError as error:
-    if not disk.is_cause(error, run_dir):
+  except FloatingPointError as error:
+    _fail(run_dir, screen, error_codes.text(error))
+    for path in skipped_updates.updates(run_dir / "skipped")[-1:]:
+      screen.note(f"to find the cause:\n  python -m launch.replay {path}")
+    return 1
+  except Exception as error:
+    if not isinstance(error, OSError) or not disk.is_cause(error, run_dir):
       workdir.keep_failure(run_dir, repr(error))
       raise
     failure = disk.failure(error, run_dir)
@@ -119,14 +124,6 @@ def train(
     if rounds := workdir.saved_rounds(run_dir):
       screen.note(f"the last checkpoint is that of round {rounds[-1]}")
     return 1
-  except FloatingPointError as error:
-    _fail(run_dir, screen, error_codes.text(error))
-    for path in skipped_updates.updates(run_dir / "skipped")[-1:]:
-      screen.note(f"to find the cause:\n  python -m launch.replay {path}")
-    return 1
-  except Exception as error:
-    workdir.keep_failure(run_dir, repr(error))
-    raise
   finally:
     screen.close()
 

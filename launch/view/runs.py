@@ -325,7 +325,7 @@ class RunsDirectory:
 
 def _directories(root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
   """Yields name and path of each run; links are not followed."""
-  if _is_run(root):
+  if run_files.is_run(root):
     yield root.resolve().name, root
     return
   level = [root]
@@ -333,15 +333,10 @@ def _directories(root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
     level, above = [], level
     for directory in above:
       for path in _subdirectories(directory):
-        if _is_run(path):
+        if run_files.is_run(path):
           yield path.relative_to(root).as_posix(), path
         else:
           level.append(path)
-
-
-def _is_run(path: pathlib.Path) -> bool:
-  # Path.is_file() raises where a directory of others cannot be looked into.
-  return os.path.isfile(path / _CONFIG)
 
 
 def _subdirectories(directory: pathlib.Path) -> list[pathlib.Path]:
