@@ -59,7 +59,6 @@ def test_nothing_is_overwritten(tmp_path, kind):
     new_project.write(taken)
 
 
-@pytest.mark.process
 def test_any_name_of_a_directory_gives_a_config_that_can_be_read(tmp_path):
   new_project.write(tmp_path / 'a"""b\\')
   text = (tmp_path / 'a"""b\\' / "config.py").read_text()
@@ -67,6 +66,7 @@ def test_any_name_of_a_directory_gives_a_config_that_can_be_read(tmp_path):
   assert docstring.startswith("The run of a___b_: ")
 
 
+@pytest.mark.process
 def test_the_command_says_what_comes_next(tmp_path):
   done = python(tmp_path, "twinmesh", "new", "first")
   assert done.returncode == 0, done.stderr
