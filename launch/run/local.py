@@ -167,6 +167,8 @@ class _Run(progress_lib.RunObserver):
     self._saved = -1
     self._has_warned = False
     self._engines: asyncio.Task[None] | None = None
+    # What they do, shown once nothing else is waited for.
+    self._engines_phase, self._awaits_engines = "compiling the engines", False
     self._evaluated = -1
     self._meter = trace.Meter()
     self._warnings = round_warnings.RoundWarnings(
@@ -324,14 +326,21 @@ class _Run(progress_lib.RunObserver):
         progress.state, progress.trained, self._screen.phase
       )
       return
-    self._screen.phase("compiling the engines")
+    self._awaits_engines = True
+    self._screen.phase(self._engines_phase)
     await self._engines
     await self._parts.replace(progress.state, progress.trained)
 
   def _start_engines(self, state: train_state.TrainState) -> None:
     """Starts the engines beside a warm start, which leaves cores free."""
     if self._experiment.rounds:
-      self._engines = asyncio.create_task(self._parts.start(state, _NO_VERSION))
+      started = self._parts.start(state, _NO_VERSION, self._on_engines_phase)
+      self._engines = asyncio.create_task(started)
+
+  def _on_engines_phase(self, text: str) -> None:
+    self._engines_phase = text
+    if self._awaits_engines:
+      self._screen.phase(text)
 
   async def _restore(self) -> progress_lib.Progress | None:
     """Returns the progress of the newest checkpoint; None without one."""

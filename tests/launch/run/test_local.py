@@ -3,8 +3,10 @@
 import asyncio
 import collections
 import dataclasses
+import functools
 import gc
 import json
+import re
 import signal
 from typing import ClassVar
 
@@ -207,7 +209,8 @@ def test_engines_start_beside_the_warm_start_and_take_its_weights(
   run_dir, capsys
 ):
   warm = warm_start.WarmStart(steps=40, episodes=8)
-  tree = experiment(warm_start=warm, rounds=1, log_startup=True)
+  ahead = functools.partial(engine_settings.EngineSettings, compile_ahead=True)
+  tree = experiment(ahead, warm_start=warm, rounds=1, log_startup=True)
   assert local.train(tree, run_dir) == 0
   spans = trace.read(run_dir / "spans.jsonl")
   steps = [span for span in spans if span.name == "warm start"]
@@ -218,6 +221,8 @@ def test_engines_start_beside_the_warm_start_and_take_its_weights(
   assert row["logprob_gap_max"] < 1e-4
   told = capsys.readouterr().out
   assert "decode: warm up" in told
+  # What they do is said once nothing else is waited for.
+  assert re.search(r"warm start done.*compiling the engine \d", told, re.S)
   assert "first update after" in told
 
 
