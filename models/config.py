@@ -22,6 +22,8 @@ _DEEP = 16
 """Layers from which on they are scanned unless told otherwise."""
 _LARGE = 100_000_000
 """Parameters from which on activations are not kept unless asked for."""
+_MAX_SIZE, _MAX_LAYERS = 2**31 - 1, 10_000
+"""Sizes beyond which checks would take for ever, or shapes overflow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +192,9 @@ class ModelConfig:
       least = 0 if name == "num_experts" else 1
       if field.type is int and value < least:
         yield f"{name}={value} must be at least {least}"
+      most = _MAX_LAYERS if name == "num_layers" else _MAX_SIZE
+      if field.type is int and value > most:
+        yield f"{name}={value} must be at most {most}"
       if field.type is float and not 0 < value < math.inf:
         out = f"use {field.default} unless the weights were trained otherwise"
         yield f"{name}={value} must be a finite number above 0; {out}"

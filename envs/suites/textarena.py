@@ -24,6 +24,7 @@ _LIMIT = re.compile(r"Guess: (\d+), Target: (\d+)")
 
 # int() raises for over 4300 digits, and answers must not crash the game.
 _MAX_CHARS = 1000
+_MAX_NUMBERS = 1_000_000
 
 # Games draw from the global generator, some of them at every step.
 _global_random = threading.Lock()
@@ -153,6 +154,11 @@ class GuessTheNumber:
       raise ValueError(
         f"low={self.low}, high={self.high}: must be 0 <= low < high; the game"
         " cannot read negative numbers"
+      )
+    if self.high - self.low >= _MAX_NUMBERS:
+      raise ValueError(
+        f"low={self.low}, high={self.high}: at most {_MAX_NUMBERS} numbers, as "
+        "each of them is a word"
       )
     if self.turns < 1:
       raise ValueError(f"turns={self.turns}: give at least 1")

@@ -183,7 +183,8 @@ def test_a_source_is_a_setting():
 
 
 @pytest.mark.parametrize(
-  "fields", [{"low": 5, "high": 5}, {"low": -1}, {"turns": 0}]
+  "fields",
+  [{"low": 5, "high": 5}, {"low": -1}, {"high": 2**31}, {"turns": 0}],
 )
 def test_settings_that_cannot_work_are_refused(fields):
   with pytest.raises(ValueError, match=next(iter(fields))):
