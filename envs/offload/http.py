@@ -173,8 +173,8 @@ class _Function(calls.Client):
     text = await self._connections.request("GET", url, headers=headers)
     own = wire.identity(self._setting.reward)
     try:
-      known = json.loads(text)["rewards"]
-    except (ValueError, KeyError, TypeError) as error:
+      known = list(json.loads(text)["rewards"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
       raise calls.CallError(
         f"{url} answered {text[:60]!r} and is no reward server"
       ) from error

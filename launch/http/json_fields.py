@@ -48,7 +48,10 @@ def loads(body: bytes) -> dict[str, Any]:
     BadRequest: the body is anything else.
   """
   try:
-    data = json.loads(body, parse_constant=_refuse_constant)
+    # Of bytes Python would read half a surrogate pair, and UTF-16, in which the
+    # escapes below are others.
+    text = body.decode("utf-8-sig")
+    data = json.loads(text, parse_constant=_refuse_constant)
     if b"\\u" in body:
       # JSON can escape half a surrogate pair, which UTF-8 cannot encode.
       json.dumps(data, ensure_ascii=False).encode()

@@ -68,3 +68,12 @@ def test_a_text_that_cannot_fit_is_refused():
 def test_the_bytes_of_a_body_follow_from_the_length_of_the_context(length, kib):
   bounds = limits.of_chat(byte_chat.ByteChat(), length)
   assert bounds.body_bytes == kib << 10
+
+
+@pytest.mark.parametrize(
+  "body", [b'{"\xed\xa0\x80": 1}', '{"\\ud800": 1}'.encode("utf-16-le")]
+)
+def test_half_a_surrogate_pair_is_refused_however_it_is_sent(body):
+  # Python's JSON would read the bytes, and a reply could not repeat them.
+  with pytest.raises(json_fields.BadRequest, match="not JSON"):
+    json_fields.loads(body)
