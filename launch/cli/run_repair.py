@@ -8,6 +8,7 @@ What is moved keeps its content under another name, NAME.damaged.
 import json
 import os
 import pathlib
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -42,7 +43,8 @@ def mend(
 def write(path: pathlib.Path, content: str | Iterable[bytes]) -> None:
   """Writes a file that appears when it is whole.
 
-  What is in its place, and is no file, is moved aside.
+  What is in its place, and is no file, is moved aside. Of several processes
+  that write it at once, the last one counts.
 
   Args:
     content: a text, or parts that are asked for one after the other.
@@ -50,18 +52,17 @@ def write(path: pathlib.Path, content: str | Iterable[bytes]) -> None:
   Raises:
     OSError: it cannot be written; then the file is as before.
   """
-  partial = path.with_name(f"{path.name}.partial")
-  for one in (partial, path):
-    if os.path.lexists(one) and not one.is_file():
-      _aside(one)
+  # Each has a name of its own, so that no other one ends in it.
+  partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+  if os.path.lexists(path) and not path.is_file():
+    _aside(path)
   try:
-    with partial.open("wb") as file:
+    with partial.open("xb") as file:
       parts = [content.encode()] if isinstance(content, str) else content
       file.writelines(parts)
     os.replace(partial, path)
-  except OSError:
+  finally:
     partial.unlink(missing_ok=True)
-    raise
 
 
 def number(line: bytes, key: str) -> int | None:

@@ -94,12 +94,25 @@ def test_a_damaged_run_can_be_looked_at(damaged):
 def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path):
   path = tmp_path / "page.html"
   run_repair.write(path, "one")
-  (tmp_path / "page.html.partial").mkdir()
   run_repair.write(path, "two")
   assert path.read_text() == "two"
   with pytest.raises(UnicodeEncodeError):
     run_repair.write(path, "\ud800")
   assert path.read_text() == "two"
+  assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_is_written_twice_at_once_is_one_of_both(tmp_path):
+  path = tmp_path / "page.html"
+
+  def parts():
+    yield b"first, "
+    run_repair.write(path, "another")
+    yield b"then"
+
+  run_repair.write(path, parts())
+  assert path.read_text() == "first, then"
+  assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(
