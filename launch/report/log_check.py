@@ -317,7 +317,11 @@ def promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:
   Raises:
     UnreadableLog: it has no log, or no settings.
   """
-  if not segments.exists(run_dir / "events.jsonl"):
+  try:
+    is_there = segments.exists(run_dir / "events.jsonl")
+  except segments.Damaged as error:
+    raise UnreadableLog(str(error)) from error
+  if not is_there:
     raise UnreadableLog(
       f"{run_dir}/events.jsonl is missing; name the --workdir of a run"
     )

@@ -100,7 +100,7 @@ def read(
   if verdict and verdict.num_cut:
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
   spans, num_spans = run_files.spans(path / "spans.jsonl", notes)
-  metrics = [*rounds.values()]
+  metrics = [*map(_numbers, rounds.values())]
   notes += learning_section.crossings(metrics, config)
   notes += learning_section.complaints(metrics, path)
   return RunRecords(
@@ -108,7 +108,9 @@ def read(
     config=config,
     metrics=metrics,
     evaluations=[
-      row for row in evaluations.values() if row.get("success") is not None
+      row
+      for row in map(_numbers, evaluations.values())
+      if None not in map(row.get, ("success", "low", "high"))
     ],
     spans=spans,
     num_spans=num_spans,
@@ -121,14 +123,27 @@ def read(
   )
 
 
+def _numbers(row: Mapping[str, Any]) -> dict[str, float | None]:
+  """Returns a row with None for what is no number, as a text or a list."""
+  return {
+    name: value if isinstance(value, int | float) else None
+    for name, value in row.items()
+  }
+
+
 def _verdict(
   path: pathlib.Path, config: Mapping[str, Any], notes: list[str]
 ) -> log_check.Verdict | None:
   """Returns the verdict on the event log, and notes missing parts."""
   log = path / "events.jsonl"
-  if not segments.exists(log):
-    is_there = os.path.lexists(log)
-    notes.append(f"{log.name} is {'no file' if is_there else 'missing'}.")
+  try:
+    is_there = segments.exists(log)
+  except segments.Damaged as error:
+    notes.append(f"{error}.")
+    return None
+  if not is_there:
+    lack = "no file" if os.path.lexists(log) else "missing"
+    notes.append(f"{log.name} is {lack}.")
     return None
   schedule, group_size = None, 0
   try:

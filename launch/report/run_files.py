@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import pathlib
 import sys
@@ -16,10 +17,24 @@ from rl.runtime import segments, trace
 Rows = Sequence[Mapping[str, Any]]
 """Lines of a JSON lines file, in order; a number that is not finite is None."""
 
-# A browser cannot parse the NaN that Python writes.
-_decode = json.JSONDecoder(parse_constant=lambda _: None).decode
 _MAX_SPANS_READ = 500_000
 _MAX_GAPS = 8
+
+
+def _number(text: str) -> int | float | None:
+  """Returns a number of JSON; None if it is beyond those of a float."""
+  if not math.isfinite(value := float(text)):
+    return None
+  return int(text) if text.lstrip("-").isdecimal() else value
+
+
+decode = json.JSONDecoder(
+  # A browser cannot parse the NaN that Python writes.
+  parse_constant=lambda _: None,
+  parse_int=_number,
+  parse_float=_number,
+).decode
+"""Returns the value of a JSON text; see `Rows`. Raises as `json.loads` does."""
 
 
 def is_run(directory: pathlib.Path) -> bool:
@@ -37,10 +52,15 @@ def lines(
     notes: takes a sentence about lines that are left out.
     needed: types of fields; an object without them is left out.
   """
-  if not segments.exists(path):
-    notes.append(f"{path.name} is {_lack(path)}.")
+  try:
+    if not segments.exists(path):
+      notes.append(f"{path.name} is {_lack(path)}.")
+      return
+    gone = segments.deleted(path)
+  except segments.Damaged as error:
+    notes.append(f"{error}.")
     return
-  if gone := segments.deleted(path):
+  if gone:
     notes.append(
       f"{path.name} begins with segment {gone + 1}; older ones were deleted "
       "(retention.log_bytes)."
@@ -49,7 +69,7 @@ def lines(
   try:
     for line in segments.lines(path):
       try:
-        row = _decode(line)
+        row = decode(line)
       except (ValueError, RecursionError):
         row = None
       if isinstance(row, dict) and all(

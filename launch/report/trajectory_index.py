@@ -12,6 +12,7 @@ import collections
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ def files(run_dir: pathlib.Path) -> dict[int, pathlib.Path]:
   found = {}
   for path in sorted((run_dir / "trajectories").glob("round_*.jsonl")):
     number = path.stem.removeprefix("round_")
-    if re.fullmatch("[0-9]{1,12}", number) and path.is_file():
+    if re.fullmatch("[0-9]{1,12}", number) and os.path.isfile(path):
       found[int(number)] = path
   return found
 

@@ -24,7 +24,7 @@ def read(run_dir: pathlib.Path, notes: list[str]) -> run_files.Rows:
 
 def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcome; empty without steps."""
-  losses = [row["loss"] for row in rows if row.get("loss") is not None]
+  losses = [loss for _, loss in _losses(rows)]
   if not rows:
     return []
   value = f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else "–"
@@ -39,16 +39,21 @@ def section(rows: run_files.Rows) -> dict[str, Any] | None:
     math.fsum(row[key] for row in rows) for key in ("tokens", "step_s")
   )
   return {
-    "points": [
-      [row["step"], row["loss"]]
-      for row in rows
-      if isinstance(row.get("loss"), int | float)
-    ],
+    "points": _losses(rows),
     "caption": (
       "Loss in nats a token, by step; thin: each step, bold: mean of its "
       f"neighbours. {_steps(rows)}, {tokens:,.0f} tokens in {seconds:,.0f} s."
     ),
   }
+
+
+def _losses(rows: run_files.Rows) -> list[list[float]]:
+  """Returns the (step, loss) of the steps that have one."""
+  return [
+    [row["step"], row["loss"]]
+    for row in rows
+    if isinstance(row.get("loss"), int | float)
+  ]
 
 
 def _steps(rows: run_files.Rows) -> str:

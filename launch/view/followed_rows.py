@@ -1,9 +1,10 @@
 """The rows of a growing JSON lines file: each look reads only what is new."""
 
-import json
 import os
 import pathlib
 from typing import Any
+
+from launch.report import run_files
 
 _MAX_LINE_BYTES = 8 << 20
 _BLOCK = 1 << 20
@@ -63,7 +64,7 @@ class FollowedRows:
 
   def _add(self, line: bytes) -> None:
     try:
-      row = json.loads(line, parse_constant=lambda _: None)
+      row = run_files.decode(line.decode())
       number = row[self._key]
     except (ValueError, TypeError, LookupError, RecursionError):
       return

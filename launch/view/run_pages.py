@@ -147,4 +147,8 @@ class RunPages:
 
 def _stamps(path: pathlib.Path) -> list[Any]:
   """Returns what changes with a file or its closed segments."""
-  return [runs.stamp(file) for file in (path, *segments.closed(path))]
+  try:
+    closed = segments.closed(path)
+  except segments.Damaged:  # The page says so.
+    closed = []
+  return [runs.stamp(file) for file in (path, *closed)]

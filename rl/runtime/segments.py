@@ -36,7 +36,7 @@ _LEVEL = 4
 
 
 class Damaged(ValueError):
-  """A segment is missing, or cannot be decompressed."""
+  """A segment is missing, or cannot be decompressed or looked for."""
 
 
 class SegmentedFile(line_file.LineFile):
@@ -109,7 +109,8 @@ def _compress(segment: pathlib.Path) -> None:
 
 def exists(path: pathlib.Path) -> bool:
   """Returns whether a file, or a segment of it, is or was there."""
-  return path.is_file() or bool(closed(path)) or deleted(path) > 0
+  # Path.is_file() raises where the directory may not be looked into.
+  return os.path.isfile(path) or bool(closed(path)) or deleted(path) > 0
 
 
 def closed(path: pathlib.Path) -> list[pathlib.Path]:
@@ -285,7 +286,12 @@ def _numbers(path: pathlib.Path) -> list[int]:
 
 def _matching(path: pathlib.Path, name: re.Pattern[str]) -> set[int]:
   folder = path.with_suffix("")
-  names = os.listdir(folder) if folder.is_dir() else []
+  try:
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+  except PermissionError as error:
+    raise Damaged(
+      f"{folder} cannot be read: {error.strerror}; allow it to this user"
+    ) from error
   return {int(m[1]) for each in names if (m := name.fullmatch(each))}
 
 

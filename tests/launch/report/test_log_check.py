@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+from unittest import mock
 
 import pytest
 
@@ -346,3 +347,11 @@ def test_a_page_takes_a_verdict_that_is_known(run_dir):
   (run_dir / "events.jsonl").unlink()
   assert report_page.read(run_dir, known).verdict is known
   assert report_page.write(run_dir, known).exists()
+
+
+def test_segments_that_may_not_be_listed_are_told(tmp_path, monkeypatch):
+  (tmp_path / "events").mkdir()
+  error = PermissionError(13, "Permission denied")
+  monkeypatch.setattr("os.listdir", mock.Mock(side_effect=error))
+  with pytest.raises(log_check.UnreadableLog, match="events cannot be read: P"):
+    log_check.of_run(tmp_path)

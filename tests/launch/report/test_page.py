@@ -444,6 +444,19 @@ def test_a_repeated_round_counts_once_and_a_number_that_is_none_is_left_out(
   assert [row["success"] for row in run.metrics] == [0.5, None]
 
 
+def test_what_is_no_number_is_left_out_of_a_page(tmp_path):
+  odd = {"success": "x", "skipped_updates": [1], "behaviour_kl/lag_1": {}}
+  _write_lines(tmp_path / "metrics.jsonl", [{"round": 1, **odd}])
+  _write_lines(
+    tmp_path / "evaluations.jsonl",
+    [{"round": 1, "success": 0.5, "low": None, "high": "x"}],
+  )
+  run = report_page.read(tmp_path)
+  assert not run.evaluations
+  assert report_page.tiles(run)
+  assert report_page.data(run)["metrics"]["success"] == [None]
+
+
 def test_what_a_resume_superseded_is_not_counted(tmp_path):
   # Round 1 of 4 groups is trained, killed and trained again: 8 groups, not 12.
   log = event_logs.run(SCHEDULE, 2)

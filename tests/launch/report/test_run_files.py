@@ -1,6 +1,7 @@
 """Files of a run, read in any state, by hand."""
 
 import json
+from unittest import mock
 
 from launch.report import run_files
 
@@ -76,3 +77,20 @@ def test_spans_of_another_form_are_left_out(tmp_path):
   _write_lines(path, [span | {"more": 1}, span | {"start": "0"}, None])
   spans, count = run_files.spans(path, [])
   assert (count, len(spans)) == (1, 1)
+
+
+def test_numbers_beyond_a_float_are_none(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  big = "9" * 400
+  path.write_text(f'{{"round": 1, "a": {big}, "b": -1e999, "c": -3}}\n')
+  found = run_files.by_round(path, [])
+  assert found == {1: {"round": 1, "a": None, "b": None, "c": -3}}
+
+
+def test_segments_that_may_not_be_listed_are_a_note(tmp_path, monkeypatch):
+  (tmp_path / "metrics").mkdir()
+  error = PermissionError(13, "Permission denied")
+  monkeypatch.setattr("os.listdir", mock.Mock(side_effect=error))
+  notes = []
+  assert not run_files.by_round(tmp_path / "metrics.jsonl", notes)
+  assert "metrics cannot be read: Permission denied" in notes[0]

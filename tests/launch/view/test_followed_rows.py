@@ -67,6 +67,13 @@ def test_what_is_no_row_is_left_out(path):
   assert rows.look() == {7: {"round": 7, "x": None}}
 
 
+@pytest.mark.parametrize("number", ["9" * 400, "-1e999"])
+def test_a_number_beyond_a_float_is_none(path, number):
+  path.write_text(f'{{"round": 7, "x": {number}}}\n')
+  rows = followed_rows.FollowedRows(path)
+  assert rows.look() == {7: {"round": 7, "x": None}}
+
+
 def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(path):
   os.mkfifo(path)
   assert followed_rows.FollowedRows(path).look() == {}
