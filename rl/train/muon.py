@@ -5,8 +5,6 @@ adapters. Embeddings, heads and routers do not count, as their rows are
 looked up or compared one by one, nor do norms and a critic, which are vectors.
 """
 
-import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,9 +12,7 @@ import jax
 import optax
 from optax import contrib
 
-from models import config as model_config
-from models import lora
-from models import policy as policy_lib
+from rl.train import parameter_axes
 
 
 def labels(params: Any) -> Any:
@@ -71,7 +67,7 @@ def _of_matrix(path: tuple[Any, ...], leaf: Any) -> _Sides:
 
 def _sides(path: tuple[Any, ...], leaf: Any) -> _Sides | None:
   """Returns the sides of a parameter, or None if it is not a matrix."""
-  names = _axes(path)
+  names = parameter_axes.of(path)
   if not names or "norm" in names or "router" in names:
     return None
   if leaf.ndim < len(names):  # Of another policy, with heads in one axis.
@@ -81,26 +77,3 @@ def _sides(path: tuple[Any, ...], leaf: Any) -> _Sides | None:
   split = 1 if names[experts] in ("embed", "rank") else -1
   inner = range(leaf.ndim - len(names) + experts, leaf.ndim)
   return _Sides(tuple(inner[:split]), tuple(inner[split:]))
-
-
-def _axes(path: tuple[Any, ...]) -> tuple[str, ...]:
-  """Returns the logical axes of a parameter; none outside of the modules."""
-  keys = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
-  node: Any = _modules()
-  for key in itertools.dropwhile(lambda key: key not in _modules(), keys):
-    node = node.get(key, {})
-  return node if isinstance(node, tuple) else ()
-
-
-@functools.cache
-def _modules() -> dict[str, Any]:
-  """Returns the logical axes of each kind of module, adapters included."""
-  config = model_config.tiny_moe(
-    num_layers=2, dense_layers=(0,), lora=lora.Lora()
-  )
-  dense, sparse = policy_lib.of(config).axes["layers"].values()
-  return {
-    "attention": dense["attention"],
-    "mlp": dense["mlp"],
-    "moe": sparse["moe"],
-  }

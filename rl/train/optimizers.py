@@ -7,7 +7,7 @@
 
 import abc
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from optax import contrib
 
 from rl.settings import checks
 from rl.train import muon as muon_lib
+from rl.train import parameter_axes
 
 
 @runtime_checkable
@@ -214,7 +215,7 @@ class Adafactor(Descent):
 
   A step is relative to the root mean square of the parameter, so the rate has
   another scale than Adam's. Of a parameter with more axes the two longest are
-  factored.
+  factored. Each of stacked layers is a parameter of its own.
 
   Attributes:
     decay_exponent: update t keeps 1 - t^-exponent of the second moments.
@@ -240,14 +241,68 @@ class Adafactor(Descent):
     checks.at_least(self, 1, "least_factored", out=out)
 
   def _rule(self) -> optax.GradientTransformation:
-    return optax.chain(
-      optax.scale_by_factored_rms(
-        decay_rate=self.decay_exponent,
-        min_dim_size_to_factor=self.least_factored,
-      ),
+    factored = optax.scale_by_factored_rms(
+      decay_rate=self.decay_exponent,
+      min_dim_size_to_factor=self.least_factored,
+    )
+    relative = optax.chain(
       optax.clip_by_block_rms(self.max_step_rms),
       optax.scale_by_param_block_rms(),
     )
+    return _layer_by_layer(factored, relative)
+
+
+def _layer_by_layer(
+  factored: optax.GradientTransformation,
+  relative: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Returns one rule after the other, of each stacked layer by itself.
+
+  The state is that of the first, with moments stacked as the layers are.
+
+  Args:
+    factored: `optax.scale_by_factored_rms`.
+    relative: has no state.
+  """
+  moments = ("v_row", "v_col", "v")
+
+  def each(path, leaf, function):
+    for _ in range(parameter_axes.num_stacked(path, leaf)):
+      function = jax.vmap(function)
+    return function
+
+  def init(params):
+    # By fields: optax calls this with a tree that has a mark for parameters.
+    def field(name):
+      def begin(path, leaf):
+        begun = each(path, leaf, lambda x: getattr(factored.init(x), name))
+        return begun(leaf)
+
+      return jax.tree.map_with_path(begin, params)
+
+    begun: Any = factored.init(params)
+    return begun._replace(**{x: field(x) for x in moments})
+
+  def update(updates: Any, state: Any, params: Any = None):
+    def step(path, gradient, param, *moments_of_leaf):
+      def one(gradient, param, *own):
+        after: Any
+        before = state._replace(**dict(zip(moments, own, strict=True)))
+        change, after = factored.update(gradient, before, param)
+        change, _ = relative.update(change, relative.init(param), param)
+        return change, *(getattr(after, name) for name in moments)
+
+      return each(path, param, one)(gradient, param, *moments_of_leaf)
+
+    fields = [getattr(state, name) for name in moments]
+    found = jax.tree.map_with_path(step, updates, params, *fields)
+    outer, inner = jax.tree.structure(updates), jax.tree.structure((0,) * 4)
+    changes, *fields = jax.tree.transpose(outer, inner, found)
+    count = optax.safe_increment(state.count)
+    after = dict(zip(moments, fields, strict=True))
+    return changes, state._replace(count=count, **after)
+
+  return optax.GradientTransformation(init, update)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

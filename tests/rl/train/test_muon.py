@@ -105,6 +105,13 @@ def test_a_projection_of_another_policy_with_fewer_axes_is_no_matrix():
   assert muon_lib.labels(other) == adam
 
 
+def test_what_lies_deeper_in_another_policy_is_no_matrix():
+  # Ours is mlp.gate itself.
+  other = {"mlp": {"gate": {"kernel": jnp.ones((16, 24))}}}
+  adam = {"mlp": {"gate": {"kernel": "adam"}}}
+  assert muon_lib.labels(other) == adam
+
+
 def test_each_expert_steps_as_a_matrix_of_its_own():
   experts = np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32)
   optimizer = optimizers.Muon(learning_rate=1.0, max_grad_norm=1e9)()

@@ -1,5 +1,7 @@
 """Learning rates, worked out; optimizers against NumPy, from the papers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,6 +192,34 @@ def test_adafactor_decays_by_the_rate():
   decayed = _steps(optimizer, params, [_draws(3, seed=1)])
   np.testing.assert_allclose(
     decayed[0] - plain[0], -0.5 * 0.1 * params, rtol=1e-4
+  )
+
+
+@pytest.mark.parametrize(
+  "optimizer",
+  [AdamW(), Adafactor(least_factored=2), Adafactor(), Muon()],
+  ids=["adamw", "factored", "adafactor", "muon"],
+)
+def test_stacked_layers_step_as_if_each_were_alone(optimizer):
+  # Their sizes differ, so that a mean over all of them would show.
+  def layer(seed, size):
+    return {
+      "attention_norm": _draws(4, scale=size, seed=seed),
+      "attention": {"query": _draws(4, 2, 3, scale=size, seed=seed)},
+      "moe": {"gate": _draws(3, 4, 2, scale=size, seed=seed)},
+      "mlp": {"lora": {"up": {"a": _draws(4, 2, scale=size, seed=seed)}}},
+    }
+
+  alone, gradients = (
+    [layer(seed + n, 10.0**n) for n in range(3)] for seed in (0, 9)
+  )
+  (apart,) = _steps(optimizer, alone, [gradients])
+  stack = functools.partial(jax.tree.map, lambda *leaves: np.stack(leaves))
+  (together,) = _steps(optimizer, stack(*alone), [stack(*gradients)])
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8),
+    together,
+    stack(*apart),
   )
 
 
