@@ -58,8 +58,9 @@ def choose(platform: str, case: Case) -> str:
     return "blockwise" if long else "reference"
   num_masked = case.batch * case.queries * case.keys
   # cuDNN's mask is a whole matrix, though one for all heads, and two sources
-  # would have to be copied into one.
-  whole = case.sources == 1 and num_masked <= MAX_SCORES
+  # would have to be copied into one. Rows that devices share count as on one:
+  # their keys would be gathered, and the plan would no longer halve.
+  whole = case.sources == 1 and case.batch * case.keys**2 <= MAX_SCORES
   if platform == "gpu" and whole and cudnn_can(case):
     return "fused"
   if platform == "gpu" and cudnn_can(case) and refusal("triton", case) is None:

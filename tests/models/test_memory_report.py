@@ -179,7 +179,7 @@ def test_activations_shrink_with_the_mesh_and_with_what_is_computed_again():
   assert tiled("layer", tensor=8) < layer / 2
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_activations_of_a_long_row_halve_with_each_doubling_of_context(
   platform,
 ):

@@ -62,6 +62,13 @@ def test_on_a_cpu_tiles_are_for_many_scores(queries, keys, form):
     ("gpu", {"batch": 32, "parents": True}, "blockwise"),
     # A device's part of a row that two share.
     ("gpu", {"batch": 64, "queries": 2048, "in_order": False}, "blockwise"),
+    # A quarter of a row of 32,768: the mask of the whole row has 2^30.
+    (
+      "gpu",
+      {"batch": 1, "queries": 8192, "keys": 32_768, "in_order": False},
+      "blockwise",
+    ),
+    ("gpu", {"queries": 2048, "in_order": False}, "fused"),
     ("gpu", {"parents": True}, "fused"),
     ("tpu", {"parents": True}, "blockwise"),
     ("tpu", {"queries": 200, "keys": 200}, "reference"),
