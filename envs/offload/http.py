@@ -201,5 +201,5 @@ def _error(body: bytearray) -> str:
   try:
     data: Any = json.loads(body)
     return str(data["error"])[:300]
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     return repr(bytes(body[:60]))

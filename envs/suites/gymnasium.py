@@ -20,6 +20,7 @@ from envs import base, extras, threads
 
 _POSITION = re.compile(r"r(\d+) c(\d+)")
 _HAND = re.compile(r"(\d+)( soft)? dealer (\d+)$")
+_MAX_SIZE = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,8 +124,8 @@ class FrozenLake(_Game):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.size < 2:
-      raise ValueError(f"size={self.size}: give size >= 2")
+    if not 2 <= self.size <= _MAX_SIZE:
+      raise ValueError(f"size={self.size}: give 2 <= size <= {_MAX_SIZE}")
     if not 0.5 <= self.frozen_probability < 1:
       raise ValueError(
         f"frozen_probability={self.frozen_probability}: must be in [0.5, 1);"

@@ -39,6 +39,14 @@ class Damaged(ValueError):
   """A segment is missing, or cannot be decompressed or looked for."""
 
 
+class Unlisted(PermissionError, Damaged):
+  """Segments may not be looked for; a run that writes them stops, too."""
+
+  def __str__(self) -> str:
+    out = "allow it to this user"
+    return f"{self.filename} cannot be read: {self.strerror}; {out}"
+
+
 class SegmentedFile(line_file.LineFile):
   """Appends lines to a file, and begins it anew once it is long.
 
@@ -289,9 +297,7 @@ def _matching(path: pathlib.Path, name: re.Pattern[str]) -> set[int]:
   try:
     names = os.listdir(folder) if os.path.isdir(folder) else []
   except PermissionError as error:
-    raise Damaged(
-      f"{folder} cannot be read: {error.strerror}; allow it to this user"
-    ) from error
+    raise Unlisted(error.errno, error.strerror, str(folder)) from error
   return {int(m[1]) for each in names if (m := name.fullmatch(each))}
 
 

@@ -108,6 +108,22 @@ def test_settings_in_json_are_read_or_refused(data, settings):
     overrides.from_json(config).validate()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [2**31, 2**63, 10**30])
+def test_each_number_may_be_too_large(settings, value):
+  config = json.loads(json.dumps(overrides.to_json(settings)))
+  for *way, last in [path for path in _paths(config) if path]:
+    part = config
+    for name in way:
+      part = part[name]
+    known = part[last]
+    if isinstance(known, int | float) and not isinstance(known, bool):
+      part[last] = value
+      with contextlib.suppress(ValueError):
+        overrides.from_json(config).validate()
+      part[last] = known
+
+
 @searches.examples(80)
 @hypothesis.given(data=st.data())
 def test_settings_of_the_command_line_are_read_or_refused(data, settings):

@@ -3,8 +3,8 @@
 `make test` tries the same examples each time, some seconds of them. `make fuzz`
 sets TWINMESH_FUZZ to the seconds for which each search goes on with new ones;
 what fails is kept, and tried first the next time. With TWINMESH_FUZZ_SEED, in
-hexadecimal, these are the same each time: CI takes the commit, so that what it
-says of one does not depend on luck.
+hexadecimal, these are the same each time: CI has one, so that what it says of a
+commit does not depend on luck.
 """
 
 import functools

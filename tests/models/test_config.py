@@ -25,7 +25,7 @@ from rl.settings import overrides as overrides_lib
       "model.experts_per_token=5 is above num_experts=4; use 4 or fewer",
     ),
     ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
-    ({"num_layers": 10**30}, f"model.num_layers={10**30} must be at most 10000"),
+    ({"num_layers": 2**31}, f"num_layers={2**31} must be at most 10000"),
     ({"d_model": 2**63}, f"model.d_model={2**63} must be at most {2**31 - 1}"),
     ({"num_experts": -1}, "model.num_experts=-1 must be at least 0"),
     (

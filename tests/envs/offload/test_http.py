@@ -6,7 +6,7 @@ import json
 import pytest
 
 from envs import base
-from envs.offload import http
+from envs.offload import calls, http
 from envs.rewards import rewards
 from rl.data import trajectory
 from rl.rollout import grading
@@ -117,6 +117,22 @@ def test_a_server_that_is_not_there_is_a_fault_that_names_it():
         await reward.open()
     finally:
       await reward.close()
+
+  asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+  "said", [b'{"rewards": true}', b'{"rewards": 3}', b"3", b"[" * 100_000]
+)
+def test_what_lists_no_rewards_is_no_reward_server(said):
+  async def run():
+    async with scripted_http.serve(scripted(reply(said))) as address:
+      reward = http.Http(url=address, reward=REWARD)
+      try:
+        with pytest.raises(calls.CallError, match="is no reward server"):
+          await reward.open()
+      finally:
+        await reward.close()
 
   asyncio.run(run())
 

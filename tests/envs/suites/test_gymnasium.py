@@ -132,6 +132,7 @@ def test_a_source_is_a_setting():
   "fields",
   [
     {"size": 1},
+    {"size": 10**30},
     {"turns": 0},
     {"frozen_probability": 0.2},
     {"frozen_probability": 1.0},

@@ -2,6 +2,7 @@
 
 import gzip
 import threading
+from unittest import mock
 
 import pytest
 
@@ -159,3 +160,12 @@ def test_a_segment_with_another_byte_is_told(tmp_path):
   packed.write_bytes(data)
   with pytest.raises(segments.Damaged, match="cannot be read"):
     read(path)
+
+
+def test_who_may_not_list_segments_may_not_write_them(tmp_path, monkeypatch):
+  (tmp_path / "lines").mkdir()
+  error = PermissionError(13, "Permission denied")
+  monkeypatch.setattr("os.listdir", mock.Mock(side_effect=error))
+  with pytest.raises(PermissionError, match="lines cannot be read") as found:
+    segments.SegmentedFile(tmp_path / "lines.jsonl")
+  assert found.value.errno == 13
