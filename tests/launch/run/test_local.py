@@ -8,7 +8,8 @@ import gc
 import json
 import re
 import signal
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import pytest
@@ -117,7 +118,11 @@ class TurnedSettings(SilentSettings):
   kind: ClassVar = _Turned
 
 
-def experiment(engine=engine_settings.EngineSettings, episodes=0, **changes):
+def experiment(
+  engine: Callable[..., Any] = engine_settings.EngineSettings,
+  episodes=0,
+  **changes,
+):
   base = experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
