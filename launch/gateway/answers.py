@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from launch.gateway import anthropic_messages, openai_replies, openai_requests
+from launch.gateway import (
+  anthropic_messages,
+  openai_replies,
+  openai_requests,
+  session_record,
+)
 from launch.http import disconnect, json_fields
 from rl.agents import answer_stream, session_tree
 from rl.agents import sessions as sessions_lib
@@ -92,6 +97,7 @@ class PendingAnswer:
         json_fields.BadRequest,
         contract.EngineClosed,
         sessions_lib.FinishedSession,
+        session_record.Unrecorded,
         TimeoutError,
       ) as error:
         yield self.reply_format.error_event(str(error))

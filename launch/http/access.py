@@ -145,7 +145,9 @@ def of_flags(
       "be answered; give --api_key_file=FILE, or use --host=127.0.0.1"
     )
   keys = () if api_key_file is None else read_keys(api_key_file)
-  names = frozenset(name.lower() for name in (host, *allow_host))
+  # Names of loopback are answered anyhow, and pages of other ports are others.
+  own = () if is_loopback(host) else (host,)
+  names = frozenset(name.lower() for name in (*own, *allow_host))
   return Access(keys=keys, hosts=names if is_loopback(address) else None)
 
 

@@ -788,6 +788,16 @@ def test_a_session_that_cannot_be_recorded_stays_open(tmp_path):
     assert server.send("POST", "/sessions/kept/finish", {})[0] == 200
 
 
+def test_a_stream_that_cannot_be_recorded_ends_with_an_error():
+  def full(*answer):
+    raise session_record.Unrecorded("no space left")
+
+  with openai_server.serve(WORDS) as server:
+    server.sessions.record = full
+    with pytest.raises(openai.APIError, match="no space left"):
+      list(server.ask("go", stream=True))
+
+
 def test_more_answers_than_may_be_are_refused_and_may_be_tried_again():
   admitted = admission.Admission(max_answers=4)
   with openai_server.serve(WORDS, admitted=admitted, step_s=30.0) as server:

@@ -142,4 +142,5 @@ def test_other_machines_are_served_with_keys_only(tmp_path, address):
 def test_this_machine_is_served_without_keys():
   for address in ("127.0.0.1", "::1", "127.0.1.1"):
     rules = access.of_flags("localhost", address, None, ["Proxy"])
-    assert (rules.keys, rules.hosts) == ((), {"localhost", "proxy"})
+    assert (rules.keys, rules.hosts) == ((), {"proxy"})
+    refused(rules, 403, "may not ask", origin="http://localhost:3000")
