@@ -864,6 +864,7 @@ CAUSES = (
       "launch.report.log_check:UnreadableLog",
       "launch.report.trajectory_index:NoTrajectory",
       "rl.runtime.segments:Damaged",
+      "rl.runtime.segments:Unlisted",
     ),
   ),
   Cause(
