@@ -788,12 +788,12 @@ def test_a_session_that_cannot_be_recorded_stays_open(tmp_path):
     assert server.send("POST", "/sessions/kept/finish", {})[0] == 200
 
 
-def test_a_stream_that_cannot_be_recorded_ends_with_an_error():
+def test_a_stream_that_cannot_be_recorded_ends_with_an_error(monkeypatch):
   def full(*answer):
     raise session_record.Unrecorded("no space left")
 
   with openai_server.serve(WORDS) as server:
-    server.sessions.record = full
+    monkeypatch.setattr(server.sessions, "record", full)
     with pytest.raises(openai.APIError, match="no space left"):
       list(server.ask("go", stream=True))
 
