@@ -30,8 +30,10 @@ class Device:
     cached: positions that requests found in the cache, in all.
   """
 
-  def __init__(self, num_pages, page_size):
-    self.blocks = block_manager.BlockManager(num_pages, page_size)
+  def __init__(self, num_pages, page_size, min_copied_ids=1):
+    self.blocks = block_manager.BlockManager(
+      num_pages, page_size, min_copied_ids
+    )
     self.page_size = page_size
     self.cells = {}
     self.copies = []
@@ -47,6 +49,10 @@ class Device:
       self.copies.append(copy)
     self.requests.append(Request(text, table))
     self.cached += table.cached
+
+  def look(self, text):
+    """Begins a request and undoes that, without the copy."""
+    self.blocks.cancel(self.blocks.begin(ids(text))[0])
 
   def feed(self, one, length):
     """Feeds up to so many ids; a request without pages for them ends."""

@@ -43,11 +43,12 @@ class BlockManager:
   A page belongs to one page table or to the prefix cache, and a full page of
   the prefix cache is read by any number of page tables. The engine calls
   `begin` when it admits a request, `grow` before it feeds ids, `share` when
-  others may profit and `end` once; `restart` or `flush` when weights change.
+  others may profit and `end` or `cancel` once; `restart` or `flush` for new
+  weights.
 
   Args:
-    min_copied_ids: a page is copied for its first ids if it has at least so
-      many of them.
+    min_copied_ids: a page is copied for its first ids if at least so many of
+      them would have to be encoded otherwise.
 
   Attributes:
     num_pages: of the cache.
@@ -82,16 +83,16 @@ class BlockManager:
     """Returns a page table with the longest cached prefix, and a page to copy.
 
     At most N - 1 ids count as cached, so that one is always fed. Whole pages
-    are shared. The page in which the prefix ends will be written. It is taken
-    over if no other request writes it and the prefix is all that it holds, and
-    copied otherwise; without a free page to copy to, the prefix ends a page
-    earlier.
+    are shared. The page in which the prefix ends will be written. One that no
+    other request writes, and that holds nothing else, is taken over; another is
+    copied if that saves `min_copied_ids`. Without a free page to copy to, the
+    prefix ends a page earlier.
 
     Returns:
       The page table and (source, target) or None. The engine copies the page
       before the next dispatch, in the order of the calls (see
       `simultaneous_copies`), even if the request has ended by then. It may
-      omit the copy only if it calls `end` before any other method.
+      omit the copy only if it calls `cancel` before any other method.
     """
     if not len(ids):
       raise ValueError("ids is empty; a request has at least one")
@@ -110,10 +111,11 @@ class BlockManager:
     if nearest is None:
       return None
     source, common = nearest
-    if not source.users and common * prefix_cache.ID_BYTES == len(source.ids):
-      self._prefixes.descend(source)
-      table.node = source
-      page = source.page
+    own = self._prefixes.longest_idle(node, rest)
+    held = len(own.ids) // prefix_cache.ID_BYTES if own else 0
+    if own and common - held < self._min_copied_ids:
+      self._prefixes.descend(own)
+      source, common, page, table.node = own, held, own.page, own
     elif common < self._min_copied_ids:
       return None
     else:
@@ -172,6 +174,11 @@ class BlockManager:
     self._num_tables -= 1
     table.node, table.pages, table.duplicate_pages = None, [], []
 
+  def cancel(self, table: PageTable) -> None:
+    """Undoes `begin`, before a page was copied and anything was fed."""
+    table.cached = _open_node(table).length  # The copy is no part of it.
+    self.end(table, np.zeros(0, np.int32))
+
   def _insert(self, table: PageTable, ids: Int32[np.ndarray, " N"]) -> None:
     """Adds ids[: table.cached] to the prefix cache."""
     node, prefixes, size = _open_node(table), self._prefixes, self._page_bytes
@@ -183,7 +190,7 @@ class BlockManager:
     for start in range(0, len(data), size):
       page_ids = data[start : start + size]
       page = table.pages[node.depth]
-      child = prefixes.find(node, page_ids)
+      child = node.children.get(page_ids)
       if child is None:
         node = prefixes.add(node, page_ids, page, version)
       elif len(page_ids) == size:

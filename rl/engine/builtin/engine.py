@@ -288,7 +288,7 @@ class BuiltinEngine:
     count, pages, oldest_kv = table.cached, table.pages[:], table.oldest_kv
     if copy is not None:  # It would have been copied from there.
       pages[-1] = copy[0]
-    blocks.end(table, ids)
+    blocks.cancel(table)
     return count, pages, oldest_kv
 
   async def import_prefix(self, prefix: contract.PrefixPages) -> str:
@@ -315,10 +315,12 @@ class BuiltinEngine:
         "hand over", self._runner.write_pages, table.pages[first:], values
       )
       written.add_done_callback(self._on_written)
+    if written is None:
+      blocks.cancel(table)
+      return refusal
     blocks.end(table, ids)
-    if written is not None:
-      await asyncio.wait([written])  # Not cancelled with the caller.
-      self._check_open()
+    await asyncio.wait([written])  # Not cancelled with the caller.
+    self._check_open()
     return refusal
 
   def _copy_pages(self) -> None:

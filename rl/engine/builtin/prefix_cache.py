@@ -87,14 +87,15 @@ class PrefixTree:
     shorter = ids[: ID_BYTES * common]
     return parent.children.get(shorter, parent.children[best]), common
 
-  def find(self, parent: Node, ids: bytes) -> Node | None:
-    """Returns a child whose ids start with `ids`, which are at most a page."""
-    child = parent.children.get(ids)
-    if child is not None or len(ids) == self._page_bytes:
-      return child
-    at = bisect.bisect_left(parent.order, ids)
-    if at < len(parent.order) and parent.order[at].startswith(ids):
-      return parent.children[parent.order[at]]
+  def longest_idle(self, parent: Node, ids: bytes) -> Node | None:
+    """Returns the child with the most ids, all of them a prefix of `ids`.
+
+    None if there is no such child without users.
+    """
+    for size in range(len(ids), 0, -ID_BYTES):
+      child = parent.children.get(ids[:size])
+      if child is not None and not child.users:
+        return child
     return None
 
   def use(self, node: Node) -> None:
@@ -129,7 +130,7 @@ class PrefixTree:
     """Returns a new child, to which one user of the parent moves.
 
     Args:
-      ids: at most a page; `find` returns None for them.
+      ids: at most a page, that no child has.
       version: lowest of the page's keys and values.
     """
     oldest = parent.oldest_kv

@@ -291,7 +291,7 @@ class RequestQueue:
     # Each running request may soon need one more.
     room = self.blocks.num_free + self.blocks.num_idle - len(self.running)
     if self.running and pages > room:
-      self.blocks.end(table, state.ids[: state.known])
+      self.blocks.cancel(table)
       self.biases.release(bias_row)
       return False
     if copy is not None:

@@ -28,8 +28,8 @@ class EngineSettings:
       steps_per_dispatch: see `dispatch_shapes.DispatchShapes`. None follows
       from the model, the longest conversation and the memory of the devices;
       see `sizes`.
-    min_copied_ids: a page is copied for a request if it holds at least so many
-      ids of its prefix; fewer are encoded again.
+    min_copied_ids: a page is copied for a request if that saves the encoding of
+      so many ids; fewer are encoded again.
     batching_delay_s: longest wait before a dispatch for sessions whose next
       turn may come at once.
     bias_slots: different biases, and requests with a constraint, in use at

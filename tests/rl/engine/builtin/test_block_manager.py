@@ -79,6 +79,29 @@ def test_only_the_first_goes_on_in_a_page_and_others_get_a_copy():
   page_holders.check_blocks(pages, [])
 
 
+def test_a_conversation_goes_on_in_its_page_beside_a_longer_one():
+  pages = block_manager.BlockManager(8, 4, min_copied_ids=3)
+  _run(pages, "abcdefgh")
+  _run(pages, "abcdef")
+  # Three ids of "efgh" would do, but only one more than its own "ef" has.
+  table, copy = pages.begin(_ids("abcdefgz"))
+  assert (table.cached, copy) == (6, None)
+  other, copy = pages.begin(_ids("abcdefgy"))
+  assert (other.cached, copy is None) == (7, False)
+  page_holders.check_blocks(pages, [table, other])
+
+
+def test_a_page_that_was_not_copied_is_not_cached():
+  pages = block_manager.BlockManager(8, 4)
+  _run(pages, "abcdefgh")
+  table, copy = pages.begin(_ids("abcdefX"))
+  assert copy is not None
+  pages.cancel(table)
+  # "ef" is still the beginning of "efgh", and has no page of its own.
+  assert (pages.num_idle, pages.num_free) == (2, 6)
+  assert pages.begin(_ids("abcdefX"))[1] == copy
+
+
 def test_without_a_page_for_the_copy_whole_pages_are_all():
   pages = block_manager.BlockManager(3, 4)
   _run(pages, "abcdef")
@@ -200,15 +223,15 @@ def test_what_is_copied_or_fed_again_counts_as_used():
   pages = block_manager.BlockManager(5, 4)
   again, _ = pages.begin(_ids("aaa"))
   _feed(pages, again, "aaa")
-  for text in ("aaaa", "bbbb", "cccc"):
+  for text in ("aaa", "bbbb", "cccc"):
     _run(pages, text)
   assert pages.begin(_ids("bbX"))[1] is not None
-  # Its "aaa" is known from "aaaa".
+  # Its "aaa" is there already.
   pages.end(again, _ids("aaa"))
   assert (pages.num_free, pages.num_idle) == (1, 3)
   assert pages.grow(pages.begin(_ids("x"))[0], 8)
   known = [_known_of(pages, text) for text in ("aaaa+", "bbbb+", "cccc+")]
-  assert known == [4, 4, 0]
+  assert known == [3, 4, 0]
 
 
 def test_a_flush_spares_pages_in_use():
@@ -341,14 +364,14 @@ def _text(draws, length):
 
 
 @pytest.mark.parametrize(
-  ("num_pages", "page_size", "most"),
-  [(12, 4, 5), (40, 4, 8), (9, 1, 3), (6, 8, 4), (200, 3, 8)],
+  ("num_pages", "page_size", "min_copied_ids", "most"),
+  [(12, 4, 1, 5), (40, 4, 2, 8), (9, 1, 1, 3), (6, 8, 5, 4), (200, 3, 2, 8)],
 )
 def test_every_request_finds_its_own_ids_whatever_happens(
-  num_pages, page_size, most
+  num_pages, page_size, min_copied_ids, most
 ):
   draws = np.random.default_rng(num_pages)
-  device = page_device.Device(num_pages, page_size)
+  device = page_device.Device(num_pages, page_size, min_copied_ids)
   running, begun = device.requests, 0
   while begun < 1000:
     action = draws.random()
@@ -357,6 +380,8 @@ def test_every_request_finds_its_own_ids_whatever_happens(
       text = _text(draws, draws.integers(1, 20))
       device.begin(one.text if one and draws.random() < 0.3 else text)
       begun += 1
+    elif action < 0.35:
+      device.look(one.text)
     elif action < 0.7:
       length = int(draws.integers(one.table.cached, len(one.text) + 1))
       device.feed(one, length)
@@ -377,10 +402,12 @@ class _Pages(stateful.RuleBasedStateMachine):
   """Requests in any order, on as few pages as show a mistake."""
 
   @stateful.initialize(
-    num_pages=st.integers(1, 12), page_size=st.integers(1, 4)
+    num_pages=st.integers(1, 12),
+    page_size=st.integers(1, 4),
+    min_copied_ids=st.integers(1, 4),
   )
-  def make(self, num_pages, page_size):
-    self.device = page_device.Device(num_pages, page_size)
+  def make(self, num_pages, page_size, min_copied_ids):
+    self.device = page_device.Device(num_pages, page_size, min_copied_ids)
 
   @stateful.rule(text=st.text("ab", min_size=1, max_size=12))
   def begin(self, text):
@@ -390,6 +417,10 @@ class _Pages(stateful.RuleBasedStateMachine):
   @stateful.rule(data=st.data())
   def begin_as_another(self, data):
     self.device.begin(self._any(data).text)
+
+  @stateful.rule(text=st.text("ab", min_size=1, max_size=12))
+  def look(self, text):
+    self.device.look(text)
 
   @stateful.precondition(lambda self: self.device.requests)
   @stateful.rule(data=st.data(), answer=st.text("ab", min_size=1, max_size=3))

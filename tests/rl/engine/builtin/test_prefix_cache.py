@@ -64,14 +64,16 @@ def _common(one, other):
   )
 
 
-def test_part_of_a_page_is_known_when_a_longer_one_is():
+def test_the_longest_idle_page_holds_nothing_but_a_prefix():
   tree = prefix_cache.PrefixTree(4)
-  child = _idle(tree, tree.root, _ids(1, 2, 3), 7)
-  assert tree.find(tree.root, _ids(1, 2)) is child
-  assert tree.find(tree.root, _ids(1, 2, 3)) is child
-  assert tree.find(tree.root, _ids(1, 2, 3, 4)) is None
-  assert tree.find(tree.root, _ids(1, 3)) is None
-  assert tree.find(child, _ids(1)) is None
+  one = _idle(tree, tree.root, _ids(1), 7)
+  _idle(tree, tree.root, _ids(1, 2, 3, 4), 8)
+  two = _idle(tree, tree.root, _ids(1, 2), 9)
+  assert tree.longest_idle(tree.root, _ids(1, 2, 3)) is two
+  assert tree.longest_idle(tree.root, _ids(1, 3)) is one
+  assert tree.longest_idle(tree.root, _ids(2)) is None
+  tree.use(two)
+  assert tree.longest_idle(tree.root, _ids(1, 2, 3)) is one
 
 
 def test_a_node_inherits_the_lowest_version_before_it():
