@@ -14,7 +14,7 @@ plain copies (read and written), of the same device in the same process. Rows:
   experts    FLOP/s of the experts' MLP, forward and backward, over those of one
              dense MLP of as many rows
   decode     least time of a step, which reads weights and caches once, over the
-             measured one: 1, 64 and 512 rows of 2k and 32k tokens
+             measured one: 1, 32, 64 and 512 rows of 2k and 32k tokens
   prefill    model FLOP/s of encoding one prompt over the matmul's
   publish    bytes/s of a publish of all weights over the copy's, and seconds
              for which decoding stood still over those of a step of all rows
@@ -129,12 +129,13 @@ def large() -> Sizes:
     width=2048,
     hidden=768,
     served=dense,
-    # Of the second the caches of many rows fit, too.
+    # Of the small ones the caches of many rows fit, too.
     decoded={
       "Qwen3-8B": dense,
+      "Qwen3-0.6B": qwen("0.6b"),
       "Llama-3.2-1B": model_config.llama3("3.2-1b"),
     },
-    rows=(1, 64, 512),
+    rows=(1, 32, 64, 512),
     contexts=(2048, 32_768),
     prompts=(2048, 32_768),
     answers=64,

@@ -1,8 +1,8 @@
 """Where the time of a dispatch goes, by wrapping the engine's own functions.
 
-  choose -> build -> queue ~> transfer -> launch -> program -> fetch
-                                                                 |
-                                                absorb <- wake <~+
+  choose -> build -> queue ~> launch -> program -> fetch
+                                                     |
+                                    absorb <- wake <~+
 
 Straight arrows stay in a thread: the event loop's or the mesh's.
 """
@@ -21,8 +21,7 @@ from rl.engine.builtin import dispatch_plan
 from rl.engine.builtin import engine as builtin_engine
 
 STEPS = (
-  "choose", "build", "queue", "transfer", "launch", "program", "fetch", "wake",
-  "absorb",
+  "choose", "build", "queue", "launch", "program", "fetch", "wake", "absorb",
 )  # fmt: skip
 
 
@@ -66,8 +65,7 @@ def measured(
     watch.wrap(served._scheduler, "next", "choose")
     watch.wrap(dispatch_plan, "build", "build")
     watch.wrap(served._queue, "apply_results", "absorb")
-    # The results are ready when they are fetched, and nothing else is placed.
-    watch.wrap(jax, "device_put", "transfer")
+    # The results are ready when they are fetched.
     watch.wrap(jax, "device_get", "fetch")
     programs = dict(runner._programs)
     stack.callback(runner._programs.update, programs)

@@ -6,9 +6,11 @@ Both sides sample from the model of configs/guess_number_moe.py at
 `--episodes` concurrent rows on one device. The bare loop is
 `decode_step.advance` alone, called over and over on full plans: no requests, no
 environments, no event loop. The engine plays whole games of the real
-environment through `group_rollout.Player`. Rates are sampled tokens a second,
-by wall time and by CPU time, which depends less on what else the machine does;
-the two take turns and the medians are compared. Also prints how much of a turn
+environment through `group_rollout.Player`: a row that ends one begins another,
+and the clock stops with the first that finds none left, as the bare loop's rows
+are always full. Rates are sampled tokens a second, by wall time and by CPU
+time, which depends less on what else the machine does; the two take turns and
+the medians are compared. Also prints how much of a turn
 is host work: the wall time in which the mesh is idle, over the turns played.
 Then one more round says where the time of a dispatch goes (`dispatch_times`).
 Writes benchmarks/results/engine.json.
@@ -40,32 +42,45 @@ from rl.train import train_state
 
 _EPISODES = absl_flags.DEFINE_integer("episodes", 64, "Concurrent episodes.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
-_GAMES = 8
-"""Episodes played on each row, one after the other."""
+_GAMES = 12
+"""Episodes for each row, in the mean."""
 
 
 async def _play(
   parts: assemble.Parts, number: int
-) -> tuple[float, float, int, int]:
-  """Returns wall and CPU seconds, sampled tokens and turns of the engine."""
-  slots = _EPISODES.value
+) -> tuple[float, float, int, float]:
+  """Returns wall and CPU seconds, sampled tokens and turns of the engine.
 
-  async def row(i: int) -> list[trajectory.Trajectory]:
+  All are those of the time in which every row plays; the turns are about right.
+  """
+  slots, (served,) = _EPISODES.value, parts.engines
+  first = number * _GAMES * slots
+  indices = iter(range(first, first + _GAMES * slots))
+  ended: list[tuple[float, float, int]] = []
+
+  def now() -> tuple[float, float, int]:
+    tokens = served.stats().sampled_tokens
+    return time.monotonic(), time.process_time(), tokens
+
+  async def row() -> list[trajectory.Trajectory]:
     played = []
-    for game in range(_GAMES):
-      index = (number * _GAMES + game) * slots + i
+    for index in indices:
       task = parts.experiment.environment.task(index, "train")
       played.append(
         await parts.player.play_alone(episode.Episode(task, index, 0, 0))
       )
+    ended.append(now())
     return played
 
-  start, start_cpu = time.monotonic(), time.process_time()
-  rows = await asyncio.gather(*(row(i) for i in range(slots)))
-  seconds, cpu_s = time.monotonic() - start, time.process_time() - start_cpu
+  began = now()
+  rows = await asyncio.gather(*(row() for _ in range(slots)))
+  seconds, cpu_s, tokens = (
+    end - begin for begin, end in zip(began, ended[0], strict=True)
+  )
   episodes = [one for played in rows for one in played]
-  tokens = sum(one.num_sampled for one in episodes)
-  return seconds, cpu_s, tokens, sum(len(one.turns) for one in episodes)
+  num_turns = sum(len(one.turns) for one in episodes)
+  num_tokens = sum(one.num_sampled for one in episodes)
+  return seconds, cpu_s, int(tokens), num_turns * tokens / num_tokens
 
 
 def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):

@@ -118,6 +118,22 @@ def test_the_lowest_priority_is_served_first_and_then_the_first_to_come(desk):
   assert desk.admit() == ["b", "c", "e"]
 
 
+def test_only_sessions_that_ended_beside_others_are_waited_for(desk):
+  for text in ("a", "abc", "abcde"):  # The turns of one conversation alone.
+    one = desk.ask(text, most=1, session="alone")
+    desk.admit()
+    desk.run(one, "b")
+    assert desk.queue.num_returning(60.0) == 0
+  first, second = desk.ask("f", most=1), desk.ask("s", most=2)
+  desk.admit()
+  desk.run(first, "b")
+  assert desk.queue.num_returning(60.0) == 1
+  desk.ask("fbd", session="f")  # Its next turn is there.
+  assert desk.queue.num_returning(60.0) == 0
+  desk.run(second, "bd")
+  assert desk.queue.num_returning(0.0) == 0  # Long ago.
+
+
 def test_a_name_in_flight_is_taken_and_free_afterwards(desk):
   one = desk.ask("a", request_id="name")
   with pytest.raises(ValueError, match="request name is already in flight"):
