@@ -20,6 +20,7 @@ import asyncio
 import functools
 import statistics
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,21 +47,37 @@ _GAMES = 12
 """Episodes for each row, in the mean."""
 
 
-async def _play(
-  parts: assemble.Parts, number: int
-) -> tuple[float, float, int, float]:
-  """Returns wall and CPU seconds, sampled tokens and turns of the engine.
+class _Played(NamedTuple):
+  """A round of games: what it took while every row played, and all turns.
 
-  All are those of the time in which every row plays; the turns are about right.
+  Attributes:
+    loop_s: CPU seconds of the event loop's thread.
+    idle_s: seconds in which the mesh had nothing to do.
+    tokens: sampled in that time.
+    turns: in that time, by the tokens of a turn.
+    all_turns: in all.
   """
+
+  seconds: float
+  cpu_s: float
+  loop_s: float
+  idle_s: float
+  tokens: float
+  turns: float
+  all_turns: int
+
+
+async def _play(parts: assemble.Parts, number: int) -> _Played:
+  """Plays a round of games on the engine."""
   slots, (served,) = _EPISODES.value, parts.engines
   first = number * _GAMES * slots
   indices = iter(range(first, first + _GAMES * slots))
-  ended: list[tuple[float, float, int]] = []
+  ended: list[tuple[float, float, float, int]] = []
 
-  def now() -> tuple[float, float, int]:
+  def now() -> tuple[float, float, float, int]:
     tokens = served.stats().sampled_tokens
-    return time.monotonic(), time.process_time(), tokens
+    now_s = parts.spans.now() - parts.spans.origin
+    return now_s, time.process_time(), time.thread_time(), tokens
 
   async def row() -> list[trajectory.Trajectory]:
     played = []
@@ -72,15 +89,18 @@ async def _play(
     ended.append(now())
     return played
 
-  began = now()
+  first_span, began = len(parts.spans.spans), now()
   rows = await asyncio.gather(*(row() for _ in range(slots)))
-  seconds, cpu_s, tokens = (
+  seconds, cpu_s, loop_s, tokens = (
     end - begin for begin, end in zip(began, ended[0], strict=True)
   )
   episodes = [one for played in rows for one in played]
   num_turns = sum(len(one.turns) for one in episodes)
   num_tokens = sum(one.num_sampled for one in episodes)
-  return seconds, cpu_s, int(tokens), num_turns * tokens / num_tokens
+  turns = num_turns * tokens / num_tokens
+  busy = trace.busy(parts.spans.spans[first_span:], "decode")
+  idle_s = seconds - trace.intersection(busy, [(began[0], ended[0][0])])
+  return _Played(seconds, cpu_s, loop_s, idle_s, tokens, turns, num_turns)
 
 
 def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
@@ -163,23 +183,23 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
   await _play(parts, 0)  # Imports the game.
   bare = _bare_loop(parts, state)
   bare(8)
-  rates, bare_rates, host_us, cpu_ratios, cpu_us = [], [], [], [], []
+  rates, bare_rates, cpu_ratios = [], [], []
+  idle_us, cpu_us, loop_us = [], [], []
   for number in range(1, _REPEATS.value + 1):
-    first = len(parts.spans.spans)
-    seconds, cpu_s, tokens, turns = await _play(parts, number)
-    busy = trace.busy(parts.spans.spans[first:], "decode")
-    idle_s = seconds - sum(end - start for start, end in busy)
-    rates.append(tokens / seconds)
-    host_us.append(1e6 * idle_s / turns)
+    played = await _play(parts, number)
+    tokens, turns = played.tokens, played.turns
+    rates.append(tokens / played.seconds)
+    idle_us.append(1e6 * played.idle_s / turns)
+    loop_us.append(1e6 * played.loop_s / turns)
     bare_s, bare_cpu_s, bare_tokens = await asyncio.to_thread(bare, 200)
     bare_rates.append(bare_tokens / bare_s)
-    cpu_ratios.append(tokens / cpu_s * bare_cpu_s / bare_tokens)
-    cpu_us.append(1e6 * cpu_s / turns)
+    cpu_ratios.append(tokens / played.cpu_s * bare_cpu_s / bare_tokens)
+    cpu_us.append(1e6 * played.cpu_s / turns)
   (served,) = parts.engines
   assert isinstance(served, builtin_engine.BuiltinEngine)
   with dispatch_times.measured(served) as taken:
-    *_, turns = await _play(parts, _REPEATS.value + 1)
-  times = dispatch_times.summary(taken, turns)
+    played = await _play(parts, _REPEATS.value + 1)
+  times = dispatch_times.summary(taken, played.all_turns)
   await parts.close()
   ratios = [a / b for a, b in zip(rates, bare_rates, strict=True)]
   return {
@@ -190,7 +210,8 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
     "ratio max": max(ratios),
     "ratio by CPU time": statistics.median(cpu_ratios),
     "CPU us a turn": statistics.median(cpu_us),
-    "host us a turn": statistics.median(host_us),
+    "event loop, CPU us a turn": statistics.median(loop_us),
+    "host us a turn": statistics.median(idle_us),
     "turns a dispatch": times.turns,
     **{f"{step} us": us for step, us in times.steps_us.items()},
   }

@@ -29,7 +29,9 @@ _TRAIN = ("launch.train", "--config=configs/guess_number_moe.py")
 _IMPORT = "import time, launch.train; print(time.process_time())"
 _UPDATE = re.compile(r"first update after ([\d.]+) s, ([\d.]+) s of CPU")
 _PHASE = re.compile(
-  r"^(\w+: [\w, ]+?) +[\d.]+ +[\d.]+ +([\d.]+) +[\d.]+$", re.M
+  # Behind the time of day.
+  r"^[\d:]+ (\w+: [\w, ]+?) +[\d.]+ +[\d.]+ +([\d.]+) +[\d.]+$",
+  re.M,
 )
 
 
@@ -62,13 +64,13 @@ def start(directory: pathlib.Path, number: int) -> dict[str, float]:
   workdir = f"--workdir={directory / str(number)}"
   flags_ = ("--config.rounds=1", "--config.log_startup=true")
   text = _output(directory, "-m", *_TRAIN, *flags_, workdir)
-  found = _UPDATE.search(text)
-  if found is None:
-    raise RuntimeError(f"no update in:\n{text}")
+  found, phases = _UPDATE.search(text), _PHASE.findall(text)
+  if found is None or not phases:
+    raise RuntimeError(f"no update, or no phases, in:\n{text}")
   wall_s, cpu_s = map(float, found.groups())
   return {
     "import, CPU": float(imports),
-    **{name: float(busy_s) for name, busy_s in _PHASE.findall(text)},
+    **{name: float(busy_s) for name, busy_s in phases},
     "first update": wall_s,
     "first update, CPU": cpu_s,
     "programs compiled": _programs(directory) - before,

@@ -47,13 +47,17 @@ def engine(result: Mapping[str, Any]) -> cells.Rows:
     "bare decode program",
     "ratio",
     "by CPU time",
-    "host time a turn",
+    "CPU time a turn",
+    "of the event loop",
+    "mesh idle a turn",
   )
   yield (
     f"{result['engine tokens/s']:,.0f} tokens/s",
     f"{result['bare loop tokens/s']:,.0f} tokens/s",
     f"{result['ratio']:.2f} ({cells.ratio_range(result)})",
     f"{result['ratio by CPU time']:.2f}",
+    f"{result['CPU us a turn']:.0f} us",
+    f"{result['event loop, CPU us a turn']:.0f} us",
     f"{result['host us a turn']:.0f} us",
   )
 
