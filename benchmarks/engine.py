@@ -10,9 +10,9 @@ environment through `group_rollout.Player`: a row that ends one begins another,
 and the clock stops with the first that finds none left, as the bare loop's rows
 are always full. Rates are sampled tokens a second, by wall time and by CPU
 time, which depends less on what else the machine does; the two take turns and
-the medians are compared. Also prints how much of a turn
-is host work: the wall time in which the mesh is idle, over the turns played.
-Then one more round says where the time of a dispatch goes (`dispatch_times`).
+the medians are compared. Also prints how much of a turn is host work: the wall
+time in which the mesh is idle, and the CPU time of the event loop. Then one
+more round says where the time of a dispatch goes (`dispatch_times`).
 Writes benchmarks/results/engine.json.
 """
 

@@ -11,6 +11,7 @@ import pytest
 
 from envs import base
 from envs.suites import textarena
+from tests.helpers import processes
 from twinmesh import top_packages
 
 SOURCE = textarena.GuessTheNumber()
@@ -165,6 +166,7 @@ def test_a_game_leaves_the_global_generator_as_it_was():
     cwd=top_packages.ROOT,
     capture_output=True,
     text=True,
+    timeout=processes.DEADLINE_S,
   )
   assert done.stdout == "True\n", done.stderr
 
