@@ -12,7 +12,8 @@ advantage; of these there are fewer and fewer. What is packed together:
   carry   the full batches of the first half; the rest of it with the second
   whole   both halves
 
-`tail` is the rows of the last, smaller batches, a second program.
+`tail` is the rows of the last, smaller batches, a second program; a quarter of
+those of the others is the default (`experiment.BatchShape.tail_rows`).
 `--run` reads the lengths anew from the events of a run. They are kept in
 benchmarks/results/lengths_guess_number_moe.json, the result in fill.json.
 """
@@ -37,10 +38,14 @@ _EVERY = 20
 _POLICIES = ("apart", "carry", "whole")
 _SHAPES = (
   # Rows, length, tail.
+  (32, 64, 32),
+  (32, 64, 8),
   (22, 60, 22),
+  (22, 60, 6),
   (2, 96, 2),
   (35, 60, 3),
   (12, 60, 2),
+  (10, 72, 3),
   (10, 72, 2),
   (19, 96, 2),
 )

@@ -402,7 +402,7 @@ def trainer(
       rows=batch.rows,
       length=batch.length,
       share_prompts=batch.share_prompts,
-      tail_rows=batch.tail_rows,
+      tail_rows=batch.tail(data),
       shards=data,
       probe_rows=min(batch.rows, -(-_PROBE_ROWS // data) * data),
       max_staleness=experiment.overlap.max_staleness,

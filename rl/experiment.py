@@ -5,7 +5,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from envs import base
 from models import config as model_config
@@ -35,8 +35,9 @@ class BatchShape:
 
   Attributes:
     rows: split over the learner's data axis.
-    tail_rows: of the last batch of an update, where that leaves less empty; it
-      compiles another program. None gives all batches the same shape.
+    tail_rows: of the last batches of an update, where they leave less empty;
+      they are another program. "auto" is a quarter of `rows`, rounded up to
+      what the data axis divides. None gives all batches the same shape.
     length: tokens of a row; the longest episode must fit.
     share_prompts: stores the context that members of a group share once a row.
       Worth it when prompts are long next to the answers, as
@@ -45,13 +46,31 @@ class BatchShape:
 
   rows: int = 32
   length: int = 64
-  tail_rows: int | None = None
+  tail_rows: int | Literal["auto"] | None = "auto"
   share_prompts: bool = False
+
+  def tail(self, shards: int) -> int | None:
+    """Returns the rows of the last batches of an update; None is as all others.
+
+    Args:
+      shards: that their rows are split into.
+    """
+    if self.tail_rows != "auto":
+      return self.tail_rows
+    quarter = -(-self.rows // (4 * shards)) * shards
+    return quarter if quarter < self.rows else None
 
   def validate(self) -> None:
     """Raises ValueError unless 1 <= tail_rows < rows."""
-    checks.at_least(self, 1, "rows", "tail_rows", where="batch")
-    if self.tail_rows is not None and self.tail_rows >= self.rows:
+    checks.at_least(self, 1, "rows", where="batch")
+    if self.tail_rows in ("auto", None):
+      return
+    if isinstance(self.tail_rows, str):
+      checks.refuse(
+        self, "tail_rows", why='use "auto", a number or none', where="batch"
+      )
+    checks.at_least(self, 1, "tail_rows", where="batch")
+    if self.tail_rows >= self.rows:
       why = "a tail has fewer rows; use fewer, or none"
       checks.refuse(self, "tail_rows", "rows", why=why, where="batch")
 
@@ -489,7 +508,7 @@ class Experiment:
     learner = self.placement.learner.plan
     parts = learner.num_batch
     rows = {"batch.rows": self.batch.rows}
-    if (tail := self.batch.tail_rows) is not None:
+    if isinstance(tail := self.batch.tail_rows, int):
       if self.batch.rows == parts:
         over = f"placement.learner.data * expert = {parts}"
         why = f"no number below divides over {over}; use none"

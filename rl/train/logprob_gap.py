@@ -80,20 +80,25 @@ async def measure(
     weights: version -> the learner's parameters of that version. Tokens of
       other versions are left out.
     batch: None, when a round had nothing to train, compares nothing.
-    rows: how many to score; a multiple of the parts of a batch.
+    rows: how many to score; a multiple of the parts of a batch. A batch of
+      fewer is scored with rows twice, by the same program.
   """
   if batch is None:
     return _gap([])
   probe = jax.tree.map(lambda x: x[:rows], batch)
+  count = len(probe.tokens)
+  padded = probe
+  if count < rows:
+    padded = jax.tree.map(lambda x: np.resize(x, (rows, *x.shape[1:])), probe)
   compared = []
   for version in np.unique(probe.versions[probe.sampled]).tolist():
     if version not in weights:
       continue
     scored = await thread.run(
-      "score", _score, programs, weights[version], probe
+      "score", _score, programs, weights[version], padded
     )
     chosen = probe.sampled & (probe.versions == version)
-    columns = (probe.behaviour, scored, probe.lags)
+    columns = (probe.behaviour, scored[:count], probe.lags)
     compared.append([column[chosen] for column in columns])
   return _gap(compared)
 

@@ -52,7 +52,7 @@ def experiment(**changes):
       steps_per_dispatch=1,
     ),
     overlap=overlap.sync(8),
-    batch=experiment_lib.BatchShape(rows=8, length=32),
+    batch=experiment_lib.BatchShape(rows=8, length=32, tail_rows=None),
     rounds=30,
     seed=3,
   )

@@ -79,7 +79,7 @@ def experiment(schedule: overlap.Overlap, rounds: int = ROUNDS):
       steps_per_dispatch=1,
     ),
     overlap=schedule,
-    batch=experiment_lib.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16, tail_rows=None),
     rounds=rounds,
     seed=3,
   )

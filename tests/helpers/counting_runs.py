@@ -29,7 +29,7 @@ def experiment(
       slots=slots, row_buckets=(slots,), chunk_buckets=(4,)
     ),
     overlap=overlap.sync(4, 2),
-    batch=experiment_lib.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16, tail_rows=None),
   )
   return dataclasses.replace(base, **changes)
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from typing import Any
 
 import pytest
 
@@ -354,6 +355,28 @@ def test_settings_that_do_not_fit_together_say_what_would(
 ):
   with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
     _override(experiment, overrides).validate()
+
+
+@pytest.mark.parametrize(
+  ("rows", "shards", "tail"),
+  [
+    (32, 1, 8),
+    (10, 1, 3),
+    (2, 1, 1),
+    (1, 1, None),
+    (8, 2, 2),
+    (16, 8, 8),
+    (8, 8, None),
+  ],
+)
+def test_a_tail_is_a_quarter_that_divides_over_the_shards(rows, shards, tail):
+  shape = experiment_lib.BatchShape(rows=rows)
+  assert shape.tail(shards) == tail
+  for own in (None, 1):
+    assert dataclasses.replace(shape, tail_rows=own).tail(shards) == own
+  unknown: Any = "half"
+  with pytest.raises(ValueError, match=r'tail_rows=half: use "auto", a number'):
+    dataclasses.replace(shape, tail_rows=unknown).validate()
 
 
 def test_every_part_is_validated_once_from_the_file_to_the_run(monkeypatch):

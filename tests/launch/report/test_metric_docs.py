@@ -80,7 +80,7 @@ EVERYTHING = experiment.Experiment(
   overlap=dataclasses.replace(
     overlap.in_flight(4, 1, 2), old_logprob="recompute"
   ),
-  batch=experiment.BatchShape(rows=8, length=16),
+  batch=experiment.BatchShape(rows=8, length=16, tail_rows=None),
   algorithm=presets.Ppo(
     kl=kl.KlPenalty(weight=0.1),
     reference=references.Initial(),

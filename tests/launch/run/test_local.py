@@ -132,7 +132,7 @@ def experiment(
     rollout=LIMITS,
     engine=engine(slots=32, row_buckets=(32,), chunk_buckets=(4,)),
     overlap=SCHEDULE,
-    batch=experiment_lib.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16, tail_rows=None),
     evaluation=experiment_lib.Evaluation(episodes=episodes),
     rounds=4,
   )

@@ -60,7 +60,7 @@ def experiment(model=DENSE, every=4, **changes):
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
     overlap=overlap.sync(4),
-    batch=experiment_lib.BatchShape(rows=4, length=16),
+    batch=experiment_lib.BatchShape(rows=4, length=16, tail_rows=None),
     evaluation=experiment_lib.Evaluation(episodes=4),
     warm_start=warm_start.WarmStart(
       steps=STEPS,

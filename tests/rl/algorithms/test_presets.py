@@ -73,7 +73,7 @@ def experiment(**changes) -> experiment_lib.Experiment:
       steps_per_dispatch=1,
     ),
     overlap=overlap.sync(R),
-    batch=experiment_lib.BatchShape(rows=8, length=16),
+    batch=experiment_lib.BatchShape(rows=8, length=16, tail_rows=None),
     rounds=2,
     seed=3,
   )

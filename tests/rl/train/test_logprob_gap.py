@@ -75,6 +75,19 @@ def test_only_the_first_rows_are_scored(measure, weights, packed):
   assert gap.max == pytest.approx(0.25, abs=1e-5)
 
 
+def test_a_batch_of_fewer_rows_is_compared_by_the_same_program(
+  programs, measure, weights, packed
+):
+  whole = measure(weights, packed, 4)
+  known = programs._score._cache_size()
+  few = jax.tree.map(lambda x: x[-1:], packed)
+  gap = measure(weights, few, 4)
+  assert gap.tokens == 6
+  assert gap.max == pytest.approx(whole.max, abs=1e-5)
+  assert gap.mean == pytest.approx(0.5 / 6, abs=1e-5)
+  assert programs._score._cache_size() == known
+
+
 def test_tokens_of_versions_that_are_gone_are_left_out(
   measure, weights, packed
 ):
