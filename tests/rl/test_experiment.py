@@ -374,9 +374,12 @@ def test_a_tail_is_a_quarter_that_divides_over_the_shards(rows, shards, tail):
   assert shape.tail(shards) == tail
   for own in (None, 1):
     assert dataclasses.replace(shape, tail_rows=own).tail(shards) == own
+
+
+def test_a_tail_that_is_no_number_is_refused_in_python_too():
   unknown: Any = "half"
   with pytest.raises(ValueError, match=r'tail_rows=half: use "auto", a number'):
-    dataclasses.replace(shape, tail_rows=unknown).validate()
+    experiment_lib.BatchShape(tail_rows=unknown).validate()
 
 
 def test_every_part_is_validated_once_from_the_file_to_the_run(monkeypatch):

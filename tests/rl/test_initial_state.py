@@ -52,7 +52,7 @@ def experiment(directory, model=MODEL, **changes):
     engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
-    batch=experiment_lib.BatchShape(rows=8, length=16, tail_rows=None),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
     initial=str(directory),
     **changes,
   )

@@ -208,7 +208,7 @@ def experiment(**changes) -> experiment_lib.Experiment:
     rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
     engine=engine_settings.EngineSettings(),
     overlap=overlap.sync(4),
-    batch=experiment_lib.BatchShape(rows=8, length=16, tail_rows=None),
+    batch=experiment_lib.BatchShape(rows=8, length=16),
   )
   return dataclasses.replace(base, **changes)
 
