@@ -246,7 +246,7 @@ def train(
 def experts(sizes: Sizes, number: int, repeats: int) -> Iterator[Row]:
   """Yields the speed of experts over that of one MLP with as many rows."""
   keys = jax.random.split(jax.random.key(0), 6)
-  dtype, chosen = sizes.served.compute.dtype, sizes.chosen
+  dtype, chosen = sizes.served.dtype, sizes.chosen
   draw = functools.partial(jax.random.normal, dtype=dtype)
   shape = sizes.width, sizes.hidden
   params = {
@@ -355,7 +355,7 @@ def decode(
   """Yields the least seconds of a step over the measured ones."""
   params, steps = _weights(config, _layout()), min(8, context // 4)
   took = _dispatch(config, params, rows, context, 1, steps, repeats) / steps
-  item = jnp.dtype(config.compute.dtype).itemsize
+  item = jnp.dtype(config.dtype).itemsize
   token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
   weights = _nbytes(params)
   if not config.tie_embeddings:  # A step looks up a few words of it.
@@ -518,7 +518,7 @@ def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
     rows += _rows("one_device", 8.0, part(start, sizes, one))
   config = sizes.served
   matmul = train_step.matmul_rate(
-    config.compute.dtype, sizes.products, sizes.product_flops
+    config.dtype, sizes.products, sizes.product_flops
   )
   copied = copy_rate(sizes.copied, repeats)
   tasks: list[tuple[str, float | None, Callable[[], Iterator[Row]]]] = [

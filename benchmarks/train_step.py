@@ -355,7 +355,7 @@ def main(argv: list[str]) -> None:
   del argv
   platform = jax.default_backend()
   chosen = [x for x in workloads(platform) if ONLY.value in x.name]
-  dtypes = {work.config.compute.dtype for work in chosen}
+  dtypes = {work.config.dtype for work in chosen}
   products = (512, 1024, 2048), 2e10
   if platform != "cpu":
     products = (4096, 8192, 16_384), 5e13
@@ -369,7 +369,7 @@ def main(argv: list[str]) -> None:
   )
   rows = []
   for work in chosen:
-    rows.append(row(work, rates[work.config.compute.dtype]))
+    rows.append(row(work, rates[work.config.dtype]))
     _print(rows[-1])
   memory = logprob_memory(chunk=1024)
   print(" ".join(f"{name} {value:.0f}" for name, value in memory.items()))

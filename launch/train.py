@@ -6,7 +6,6 @@
 import os
 import signal
 import sys
-from typing import TextIO
 
 import jax
 from absl import app
@@ -65,7 +64,9 @@ def main() -> None:
     if not (_EXPLAIN.value and explain.is_absent(experiment.initial)):
       workdir.check_initial(_WORKDIR.value, experiment)
     if not _EXPLAIN.value:
-      lock = _claim(experiment)
+      experiment = _prepared(experiment)
+      # Last: it writes, and clears a run without checkpoints.
+      lock = workdir.claim(_WORKDIR.value, experiment)
   if lock is None:
     # Tracing shapes may create a constant, and that needs some device.
     jax.config.update("jax_platforms", "cpu")
@@ -80,8 +81,10 @@ def main() -> None:
   sys.exit(code)
 
 
-def _claim(experiment: experiment_lib.Experiment) -> TextIO:
-  """Returns the lock of the directory, after checking devices and memory."""
+def _prepared(
+  experiment: experiment_lib.Experiment,
+) -> experiment_lib.Experiment:
+  """Returns the settings for the devices here, which can run them."""
   if not _WORKDIR.value:
     raise overrides.SettingError(
       "--workdir is missing; name a directory, as in --workdir=runs/mine, or "
@@ -92,8 +95,8 @@ def _claim(experiment: experiment_lib.Experiment) -> TextIO:
     experiment.tracker.validate_installed()
   jax_setup.prepare(experiment.placement)
   assemble.fit(experiment)
-  # Last: it writes, and clears a run without checkpoints.
-  return workdir.claim(_WORKDIR.value, experiment)
+  # The engine is fitted again at each start, but a dtype is that of the run.
+  return experiment.on(experiment.placement.find_platform())
 
 
 if __name__ == "__main__":

@@ -32,9 +32,10 @@ class Compute:
 
   Attributes:
     dtype: of parameters and activations; published sizes come in bfloat16.
-      Optimizers keep float32 masters, and norms, softmax, routing, rotary
-      angles, log-probabilities and sums are float32 in any case. Accelerators
-      multiply float32 matrices in fewer bits unless jax is told otherwise:
+      "auto" is bfloat16 in runs on a GPU or TPU, and else float32. Optimizers
+      keep float32 masters, and norms, softmax, routing, rotary angles,
+      log-probabilities and sums are float32 in any case. Accelerators multiply
+      float32 matrices in fewer bits unless jax is told otherwise:
       JAX_DEFAULT_MATMUL_PRECISION=highest.
     attention: form of `attention.attend`; "auto" goes by platform and shape.
       "fused", "triton" and "splash" are for whole rows: on top of a cache, and
@@ -52,7 +53,7 @@ class Compute:
       those that share a row.
   """
 
-  dtype: Literal["float32", "bfloat16"] = "float32"
+  dtype: Literal["auto", "float32", "bfloat16"] = "auto"
   attention: Literal[
     "auto", "reference", "fused", "blockwise", "triton", "splash"
   ] = "auto"
@@ -157,6 +158,27 @@ class ModelConfig:
     ]
     ends = [*starts[1:], self.num_layers]
     return [range(*pair) for pair in zip(starts, ends, strict=True)]
+
+  @property
+  def dtype(self) -> str:
+    """`compute.dtype`, or float32 where that is "auto".
+
+    Runs have replaced "auto" by then; see `on`.
+    """
+    named = self.compute.dtype
+    return "float32" if named == "auto" else named
+
+  def on(self, platform: str) -> "ModelConfig":
+    """Returns the config with the dtype that "auto" means on a platform.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+    """
+    if self.compute.dtype != "auto":
+      return self
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    compute = dataclasses.replace(self.compute, dtype=dtype)
+    return dataclasses.replace(self, compute=compute)
 
   @property
   def expert_dtype(self) -> np.dtype:

@@ -37,9 +37,7 @@ class Initializer:
 
   def norm(self, width: int) -> nnx.Param:
     """Returns the scale of a norm: ones."""
-    return sharding.parameter(
-      jnp.ones(width, self.config.compute.dtype), ("norm",)
-    )
+    return sharding.parameter(jnp.ones(width, self.config.dtype), ("norm",))
 
   def matrix(
     self, name: str, *axes: str, is_residual: bool = False
@@ -75,7 +73,7 @@ class Initializer:
     self, name: str, settings: lora.Lora, matrix: nnx.Param
   ) -> lora.Adapter:
     a, b = lora.adapter_axes(name, sharding.axes_of(matrix))
-    dtype = self.config.compute.dtype
+    dtype = self.config.dtype
     return lora.Adapter(
       self._normal("a", a, lora.init_std(name, self._shape(a))),
       sharding.parameter(jnp.zeros(self._shape(b), dtype), b),
@@ -86,7 +84,7 @@ class Initializer:
     path = f"{self.path}['{name}']"
     own = jax.random.fold_in(self.key, zlib.crc32(path.encode()))
     noise = std * jax.random.normal(own, self._shape(axes))
-    return sharding.parameter(noise.astype(self.config.compute.dtype), axes)
+    return sharding.parameter(noise.astype(self.config.dtype), axes)
 
   def _shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
     sizes: dict[str, Any] = config_lib.axis_sizes(

@@ -58,7 +58,7 @@ def init_cache(
     page_size,
     config.head_dim,
   )
-  return Cache(*(jnp.zeros(shape, config.compute.dtype) for _ in range(2)))
+  return Cache(*(jnp.zeros(shape, config.dtype) for _ in range(2)))
 
 
 def addresses(

@@ -187,7 +187,7 @@ def activation_bytes(
   scores = 0.0
   if has_scores:
     scores = length * config.num_heads / layout.size("heads")
-  itemsize = np.dtype(compute.dtype).itemsize
+  itemsize = np.dtype(config.dtype).itemsize
   inside, kept = 0.0, 0.0
   for index in range(config.num_layers):
     sparse = config.is_sparse(index)
@@ -243,7 +243,7 @@ def dispatch_bytes(
   tile = min(config.max_length, max(paged.TILE.values()))
   keys = config.num_kv_heads * config.head_dim / layout.size("kv_heads")
   words = config.vocab_size // layout.size("vocab")
-  itemsize = np.dtype(config.compute.dtype).itemsize
+  itemsize = np.dtype(config.dtype).itemsize
   return round(
     itemsize * (ids * inside + 2 * rows * tile * keys)
     + 4 * ids * heads * tile
@@ -343,7 +343,7 @@ def _attention(
     keys=length,
     heads=config.num_heads // layout.size("heads"),
     head_dim=config.head_dim,
-    dtypes=frozenset([config.compute.dtype]),
+    dtypes=frozenset([config.dtype]),
   )
   form = config.compute.attention
   if form == "auto":

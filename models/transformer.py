@@ -260,9 +260,7 @@ class Transformer(lora.Adapted):
       x, routed = block(x, copies, mix, chosen, layout)
       return (x, cache), routed
 
-    x = lora.lookup(
-      self._outside(layout), "embed", tokens, config.compute.dtype
-    )
+    x = lora.lookup(self._outside(layout), "embed", tokens, config.dtype)
     x = sharding.constrain(layout, x, "batch", "length", None)
     carry, routed = (x, cache), []
     steps: dict[bool, Callable] = {}

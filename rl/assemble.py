@@ -141,9 +141,10 @@ class Parts:
 def fit(
   experiment: experiment_lib.Experiment, longest: int | None = None
 ) -> experiment_lib.Experiment:
-  """Returns the experiment with an engine that fits the devices of its run.
+  """Returns the experiment as it runs on its devices.
 
-  Allocates nothing.
+  Its engine fits them, and its dtypes are those of their platform. Allocates
+  nothing.
 
   Args:
     longest: conversation to expect; None is `rollout.max_tokens`.
@@ -156,6 +157,7 @@ def fit(
   local = [x for x in place.layouts() if isinstance(x.mesh, jax.sharding.Mesh)]
   check_host_memory(experiment, local[0].devices)
   devices = {x for layout in local for x in layout.devices}
+  experiment = experiment.on(place.find_platform())
   programs = learner_programs(experiment, place.learner.plan)
   memory = place.memory(list(devices))
   return memory_plan.fit(experiment, programs, memory, longest)

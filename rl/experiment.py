@@ -241,7 +241,7 @@ class Experiment:
   def resolved_bounds(self) -> metric_bounds.MetricBounds:
     """The bounds on metrics, all with their limits."""
     return self.bounds.resolved(
-      compute=self.model.compute.dtype,
+      compute=self.model.dtype,
       published=self.publishing.dtype,
       on_publish=self.overlap.on_publish,
     )
@@ -250,6 +250,22 @@ class Experiment:
   def sources(self) -> Sequence[base.Source]:
     """The sources of tasks: the parts of a mixture, or one."""
     return prompts.sources_of(self.environment)
+
+  def on(self, platform: str) -> "Experiment":
+    """Returns the settings with the dtypes that "auto" means on a platform.
+
+    Args:
+      platform: of the learner's devices: "cpu", "gpu" or "tpu".
+    """
+    algorithm, teacher = self.algorithm, self.algorithm.reference
+    if isinstance(teacher, references.Teacher):
+      model = teacher.model.on(platform)
+      teacher = dataclasses.replace(teacher, model=model)
+      algorithm = dataclasses.replace(algorithm, reference=teacher)
+    model = self.model.on(platform)
+    if (model, algorithm) == (self.model, self.algorithm):
+      return self
+    return dataclasses.replace(self, model=model, algorithm=algorithm)
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device.
@@ -547,7 +563,7 @@ class Experiment:
         keys=batch.length,
         heads=model.num_heads,
         head_dim=model.head_dim,
-        dtypes=frozenset({model.compute.dtype}),
+        dtypes=frozenset({model.dtype}),
         parents=batch.share_prompts,
       )
       if reason := backend.refusal(form, case):

@@ -224,9 +224,7 @@ def _programs():
     import jax
 
     jax.clear_caches()
-  has_frozen = _counts["frozen"] > before["frozen"]
-  if has_frozen:  # What a run in this process froze is garbage by now.
-    gc.unfreeze()
+  if _counts["frozen"] > before["frozen"]:
+    gc.unfreeze()  # What a run in this process froze is garbage by now.
   gc.collect()
-  if has_frozen:
-    gc.freeze()
+  gc.freeze()  # The rest stays, and would be searched after every file.

@@ -93,7 +93,7 @@ def describe(
       queries=queries,
       head_dim=config.head_dim,
       page_size=page_size,
-      dtypes=frozenset({config.compute.dtype}),
+      dtypes=frozenset({config.dtype}),
       form=config.compute.attention,
     )
     return "by a kernel" if refused is None else f"by tiles: {refused}"

@@ -126,7 +126,7 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   data = {
     "architectures": [architecture],
     "model_type": ARCHITECTURES[architecture],
-    "torch_dtype": config.compute.dtype,
+    "torch_dtype": config.dtype,
     "rope_theta": config.rope_theta,
     "rope_scaling": _scaling_to_hf(config.rope_scaling),
     **(_MUST_BE if config.qk_norm else _MUST_BE | _MUST_BE_LLAMA),

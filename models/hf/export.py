@@ -119,7 +119,7 @@ def _checked(
     )
   leaves = jax.tree.leaves(layer_stack.unstack(params, config, _Layer))
   entries = jax.tree.leaves(parameter_names.entries(config))
-  dtype = config.compute.dtype
+  dtype = config.dtype
   for entry, leaf in zip(entries, leaves, strict=True):
     found, wanted = _like(leaf), f"{dtype}{list(entry.shape)}"
     if found != wanted:

@@ -42,7 +42,7 @@ def load(
   layout: sharding.Layout | None = None,
   report: Callable[[str], None] = lambda text: None,
 ) -> definition.Params:
-  """Returns the parameters of a checkpoint, in `config.compute.dtype`.
+  """Returns the parameters of a checkpoint, in `config.dtype`.
 
   The tree is that of `policy.of`, without adapters. With tied
   embeddings a stored head is compared with the embedding and left out.
@@ -246,7 +246,7 @@ def place(
   """
   # One program for all leaves that look the same, over all layers.
   converter = functools.cache(
-    functools.partial(_converter, config.compute.dtype, layout)
+    functools.partial(_converter, config.dtype, layout)
   )
   finite: dict[str, jax.Array] = {}
   entries = parameter_names.entries(config)
@@ -266,7 +266,7 @@ def place(
     shape, where = (len(layers), *layers[0].shape), None
     if layout is not None:
       where = layout.sharding(None, *layers[0].axes)
-    stack = jnp.zeros(shape, config.compute.dtype, device=where)
+    stack = jnp.zeros(shape, config.dtype, device=where)
     for at, entry in enumerate(layers):
       stack = put(stack, leaf(entry), at)
     return stack

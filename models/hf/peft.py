@@ -137,7 +137,7 @@ def load(
   config: config_lib.ModelConfig,
   layout: sharding.Layout | None = None,
 ) -> definition.Params:
-  """Returns adapters in `config.compute.dtype`; `lora.join` adds the base.
+  """Returns adapters in `config.dtype`; `lora.join` adds the base.
 
   Args:
     directory: as `export` writes it, or PEFT for an adapter like it.
@@ -363,7 +363,7 @@ def _read(
   bad = [name for name, x in tensors.items() if not np.isfinite(x).all()]
   if bad:
     load_lib.refuse(path, [f"NaN or infinity in {safetensors_io.listing(bad)}"])
-  dtype = jnp.dtype(config.compute.dtype)
+  dtype = jnp.dtype(config.dtype)
   return {name: tensor.astype(dtype) for name, tensor in tensors.items()}
 
 

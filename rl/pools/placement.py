@@ -212,6 +212,15 @@ class Placement:
     """The platform of this process; None takes the one that jax finds."""
     return "cpu" if self.is_elsewhere else self.platform
 
+  def find_platform(self) -> str:
+    """Returns the platform of the meshes: `platform`, or the one of jax.
+
+    On other hosts it is not known without `platform`, and "cpu" then.
+    """
+    if self.platform is not None:
+      return self.platform
+    return "cpu" if self.is_elsewhere else jax.default_backend()
+
   @property
   def meshes(self) -> Mapping[str, MeshSpec]:
     """Every mesh by its setting: "learner", "more.0.mesh"."""

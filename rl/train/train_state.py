@@ -92,7 +92,7 @@ def begin(
 ) -> tuple[optax.OptState, Array, Trainable | None]:
   """Returns the state of a fresh optimizer, no updates, and master copies."""
   master = None
-  if config.compute.dtype != "float32":
+  if config.dtype != "float32":
     master = jax.tree.map(lambda x: x.astype(jnp.float32), trainable)
   exact: Any = trainable if master is None else master
   opt_state = optimizer.init(exact)

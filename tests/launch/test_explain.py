@@ -83,6 +83,10 @@ def test_a_device_that_trains_and_decodes_holds_the_sum(experiment):
   place = placement.Placement(platform="gpu", colocated=True, device_gib=1.0)
   text = printed(dataclasses.replace(experiment, placement=place))
   assert "on a device that trains and decodes" in text
+  # As it would run there; on this host it is float32.
+  assert "bf16" in text
+  assert "master copy" in text
+  assert "bf16" not in printed(experiment)
   # A tenth of a GiB is kept free.
   assert text.endswith("it fits the 922 MiB that each device can give\n")
   tight = dataclasses.replace(place, device_gib=0.01)

@@ -108,6 +108,8 @@ def test_a_finished_run_says_so(finished, tmp_path):
 @pytest.mark.process
 def test_the_written_config_is_that_of_the_experiment(finished, tmp_path):
   written = finished.path / "config.json"
+  # "auto" is that of the first start, wherever the run goes on.
+  assert flags.load(str(written)).model.compute.dtype == "float32"
   again = flags.load(str(written), {"rounds": "1"})
   workdir.claim(tmp_path / "again", again).close()
   first = json.loads(written.read_text())

@@ -213,3 +213,33 @@ def test_recorded_experts_and_unknown_ones_fit_their_dtype(num_experts, dtype):
   assert config.expert_dtype == dtype
   bounds = np.iinfo(config.expert_dtype)
   assert bounds.min <= -1 < num_experts - 1 <= bounds.max
+
+
+@pytest.mark.parametrize(
+  ("named", "platform", "dtype"),
+  [
+    ("auto", "cpu", "float32"),
+    ("auto", "gpu", "bfloat16"),
+    ("auto", "tpu", "bfloat16"),
+    ("float32", "gpu", "float32"),
+    ("bfloat16", "cpu", "bfloat16"),
+  ],
+)
+def test_an_accelerator_computes_in_bfloat16_unless_told_otherwise(
+  named, platform, dtype
+):
+  config = config_lib.tiny(
+    compute=config_lib.Compute(dtype=named, layers="scan")
+  )
+  placed = config.on(platform)
+  assert placed.compute.dtype == placed.dtype == dtype
+  assert placed.compute.layers == "scan"
+  leaves = jax.tree.leaves(policy_lib.of(placed).shapes)
+  assert {str(leaf.dtype) for leaf in leaves} == {dtype}
+
+
+def test_a_model_outside_of_a_run_is_in_float32():
+  # Its values are to be compared, on whatever device.
+  config = config_lib.tiny()
+  assert config.compute.dtype == "auto"
+  assert config.dtype == "float32"

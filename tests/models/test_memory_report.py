@@ -64,7 +64,7 @@ def test_a_row_says_where_its_parameter_lies():
 def test_the_rows_are_all_parameters(config):
   rows = memory_report.parameters(config, make_plan())
   total = memory_report.num_params(config).total
-  width = {"float32": 4, "bfloat16": 2}[config.compute.dtype]
+  width = {"float32": 4, "bfloat16": 2}[config.dtype]
   assert sum(row.device_bytes for row in rows) == width * total
 
 

@@ -633,6 +633,21 @@ def test_every_part_of_the_tree_is_checked_and_named(experiment, path, text):
     _override(experiment, {path: text}).validate()
 
 
+def test_policy_and_teacher_have_the_dtype_of_the_platform(experiment):
+  teacher = references.Teacher(model=experiment.model, directory="teacher")
+  algorithm = dataclasses.replace(experiment.algorithm, reference=teacher)
+  taught = dataclasses.replace(experiment, algorithm=algorithm)
+  for platform, dtype in (("cpu", "float32"), ("gpu", "bfloat16")):
+    placed = taught.on(platform)
+    assert placed.model.compute.dtype == dtype
+    assert placed.algorithm.reference.model.compute.dtype == dtype
+    # Nothing is left to be found out, wherever the run goes on.
+    assert placed.on("tpu") is placed
+  # The engine's log-probabilities are as far from the learner's as bfloat16's.
+  limit = taught.on("gpu").resolved_bounds.logprob_gap.limit
+  assert limit == metric_bounds.GAPS["bfloat16"]
+
+
 def test_json_makes_an_equal_experiment(experiment):
   changed = _override(
     experiment,

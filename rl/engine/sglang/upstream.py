@@ -107,7 +107,7 @@ class Upstream:
       "model_path": directory,
       "load_format": "dummy",
       "skip_tokenizer_init": True,
-      "dtype": self._config.compute.dtype,
+      "dtype": self._config.dtype,
       "device": layout.platform,
       "tp_size": layout.mesh.size,
       "attention_backend": "fa" if layout.platform == "tpu" else "native",

@@ -92,7 +92,7 @@ def convert(
   params: definition.Params, config: config_lib.ModelConfig
 ) -> dict[str, Float[Array, "..."]]:
   """Returns the leaves of sglang-jax by name; call it inside of jit."""
-  params = quantize.dequantize(params, config.compute.dtype)
+  params = quantize.dequantize(params, config.dtype)
   params = layer_stack.unstack(lora.merge(params, config.lora), config)
   leaves = {
     "embed_tokens.embedding": params["embed"],

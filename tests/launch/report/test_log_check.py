@@ -231,8 +231,8 @@ def test_a_log_without_a_schedule_is_read_but_not_checked(run_dir):
 
 
 def _write_segments(path, log):
-  """Writes a log in segments of about 10 events, compressed."""
-  file = segments.SegmentedFile(path, max_bytes=1000)
+  """Writes a log in about 100 segments, compressed."""
+  file = segments.SegmentedFile(path, max_bytes=5000)
   for event in log:
     file.append([json.dumps(event)])
   for thread in threading.enumerate():

@@ -97,6 +97,7 @@ YARN = {
   "factor": 4.0,
   "original_max_position_embeddings": 32768,
 }
+FLOAT32 = config_lib.Compute(dtype="float32")
 
 
 def read(path, data):
@@ -132,7 +133,7 @@ def test_files_of_transformers_5_are_read():
   config = hf_config.load(GOLDEN / "qwen3_moe")
   assert config.dense_layers == (0, 1, 2, 4)
   assert (config.num_experts, config.num_layers) == (6, 6)
-  assert config.compute == config_lib.Compute()
+  assert config.compute == FLOAT32
   config = hf_config.load(str(GOLDEN / "qwen3_tied_yarn"))
   assert config.rope_theta == 1000
   assert config.rope_scaling == rope.Yarn(
@@ -146,11 +147,12 @@ def test_files_of_transformers_5_are_read():
     *map(config_lib.qwen3, ("0.6b", "1.7b", "4b", "8b", "14b", "32b")),
     *map(config_lib.qwen3_moe, ("30b-a3b", "235b-a22b", "480b-a35b")),
     *map(config_lib.llama3, ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")),
-    config_lib.tiny(rope_scaling=rope.Linear(factor=2.0)),
+    config_lib.tiny(rope_scaling=rope.Linear(factor=2.0), compute=FLOAT32),
     config_lib.tiny(
+      compute=FLOAT32,
       rope_scaling=rope.Yarn(
         factor=2.0, original_max_length=32, truncate=False, mscale=0.7
-      )
+      ),
     ),
     config_lib.tiny_moe(
       norm_topk_prob=False,
@@ -315,7 +317,7 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
     rope_theta=1e4,
     norm_topk_prob=False,
     rope_scaling=rope.Yarn(factor=2.0, original_max_length=40_960),
-    compute=config_lib.Compute(),
+    compute=FLOAT32,
   )
 
 
@@ -343,7 +345,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
 def test_adapters_and_computation_are_not_written(tmp_path):
   config = config_lib.tiny(compute=config_lib.Compute(remat="layer"))
   back = read(tmp_path, hf_config.to_hf(config))
-  assert back == dataclasses.replace(config, compute=config_lib.Compute())
+  assert back == dataclasses.replace(config, compute=FLOAT32)
 
 
 def test_the_tiny_model_has_room_for_its_tokenizer():

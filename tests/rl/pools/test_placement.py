@@ -368,6 +368,20 @@ def test_devices_of_other_hosts_only_leave_this_one_its_processor():
 
 
 @pytest.mark.parametrize(
+  ("place", "platform"),
+  [
+    (Placement(), jax.default_backend()),
+    (Placement(platform="tpu"), "tpu"),
+    (ELSEWHERE, "gpu"),
+    # Nobody has said what is there.
+    (dataclasses.replace(ELSEWHERE, platform=None), "cpu"),
+  ],
+)
+def test_the_platform_is_that_of_the_meshes(place, platform):
+  assert place.find_platform() == platform
+
+
+@pytest.mark.parametrize(
   ("changes", "words"),
   [
     ({"device_gib": None}, "device_gib is missing"),

@@ -13,7 +13,7 @@ from tests.rl.remote import test_weight_store
 pytestmark = pytest.mark.process  # It is a server.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stream():
   made = weight_stream.WeightStream("127.0.0.1")
   yield made.address
@@ -71,7 +71,7 @@ def test_devices_get_what_they_keep_of_it(stream):
   np.testing.assert_array_equal(jax.device_get(array), expected)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def writable():
   made = weight_stream.WeightStream("127.0.0.1", writable=True)
   yield made.address
