@@ -47,9 +47,10 @@ train: .venv/ready
 	@$(python) -m launch.train --config=configs/guess_number_moe.py \
 	  --workdir=runs/guess_number_moe $(ARGS)
 
-# Two at a time, a file in one piece: its tests share compiled programs. Files
-# stay in the order of tests/conftest.py, which is long ones first.
-pytest = $(python) -m pytest --numprocesses=2 --dist=loadfile \
+# Three at a time, because tests wait as well as compute; a file in one piece,
+# because its tests share compiled programs. Files stay in the order of
+# tests/conftest.py, which is long ones first.
+pytest = $(python) -m pytest --numprocesses=3 --dist=loadfile \
   --no-loadscope-reorder
 
 test: .venv/ready

@@ -1,8 +1,8 @@
 """Does the README's command learn? The same run for several seeds.
 
   python -m benchmarks.seeds [--config=configs/guess_number_moe.py]
-      [--seeds=0,1,2] [--metric=success] [--change=config.NAME=VALUE]
-      [--out=runs/seeds]
+      [--seeds=0,1,2] [--metric=success] [--out=runs/seeds]
+      [--change=config.NAME=VALUE --label=NAME]
 
 Launches `launch.train` once a seed, one after the other, and prints a metric
 when it was first measured and at the end: of the evaluations, success with 95 %
@@ -11,7 +11,8 @@ held-out rows of its warm start. Also the minutes from the command to its end
 (compiled programs come from the cache after the first), and those that it kept
 processors busy.
 Writes benchmarks/results/seeds_<config>.json; of a config with an argument, as
-in --config=FILE:teacher, seeds_<config>_<argument>.json.
+in --config=FILE:teacher, seeds_<config>_<argument>.json. A label is added in the
+same way: without one, changed settings replace the result of the others.
 """
 
 import json
@@ -36,6 +37,7 @@ _METRIC = flags.DEFINE_enum(
 _CHANGES = flags.DEFINE_multi_string(
   "change", [], "Further flag of the run, such as config.rounds=400."
 )
+_LABEL = flags.DEFINE_string("label", "", "Of the changes; see above.")
 _OUT = flags.DEFINE_string("out", "runs/seeds", "Directory of the runs.")
 
 
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> None:
   rows = [run(_CONFIG.value, seed)[0] for seed in _SEEDS.value]
   show(rows)
   machine.keep(
-    f"seeds_{_name(_CONFIG.value)}",
+    "_".join(filter(None, ("seeds", _name(_CONFIG.value), _LABEL.value))),
     metric=_METRIC.value,
     changes=_CHANGES.value,
     rows=rows,

@@ -77,7 +77,7 @@ CAUSES = (
       "launch.serve:_loading",
       "launch.status:main",
       "launch.sweep:main",
-      "launch.train:_claim",
+      "launch.train:_prepared",
       "launch.view.__main__:_root",
       "launch.worker:_told",
     ),

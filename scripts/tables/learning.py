@@ -24,6 +24,11 @@ def seeds_guess_number_moe(result: Mapping[str, Any]) -> cells.Rows:
   yield from _seeds(result)
 
 
+def seeds_guess_number_moe_bfloat16(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields the same of runs in bfloat16."""
+  yield from seeds_guess_number_moe(result)
+
+
 def seeds_frozen_lake_moe(result: Mapping[str, Any]) -> cells.Rows:
   """Yields success before and after training, a row a seed."""
   yield "seed", "after the warm start", "after 160 rounds", "minutes in all"
@@ -87,6 +92,7 @@ def estimator_bias(result: Mapping[str, Any]) -> cells.Rows:
 TABLES: cells.Tables = (
   tools,
   seeds_guess_number_moe,
+  seeds_guess_number_moe_bfloat16,
   seeds_frozen_lake_moe,
   seeds_agent_letters,
   estimator_bias,
