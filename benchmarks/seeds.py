@@ -11,8 +11,8 @@ held-out rows of its warm start. Also the minutes from the command to its end
 (compiled programs come from the cache after the first), and those that it kept
 processors busy.
 Writes benchmarks/results/seeds_<config>.json; of a config with an argument, as
-in --config=FILE:teacher, seeds_<config>_<argument>.json. A label is added in the
-same way: without one, changed settings replace the result of the others.
+in --config=FILE:teacher, seeds_<config>_<argument>.json. A label is added in
+the same way: without one, changed settings replace the result of the others.
 """
 
 import json
