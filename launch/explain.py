@@ -32,7 +32,7 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     file=stream, markup=False, emoji=False, highlight=False, width=width
   )
   platform = experiment.placement.platform or "cpu"
-  experiment = experiment.on(platform)
+  experiment = experiment.with_auto_dtype(experiment.placement.dtype())
   programs = assemble.learner_programs(
     experiment, experiment.placement.learner.plan
   )

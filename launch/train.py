@@ -3,6 +3,7 @@
 --explain instead of --workdir prints the placement and memory of the run.
 """
 
+import dataclasses
 import os
 import signal
 import sys
@@ -94,9 +95,9 @@ def _prepared(
   if experiment.tracker is not None:
     experiment.tracker.validate_installed()
   jax_setup.prepare(experiment.placement)
-  assemble.fit(experiment)
+  fitted = assemble.fit(experiment)
   # The engine is fitted again at each start, but a dtype is that of the run.
-  return experiment.on(experiment.placement.find_platform())
+  return dataclasses.replace(fitted, engine=experiment.engine)
 
 
 if __name__ == "__main__":

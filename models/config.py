@@ -17,6 +17,7 @@ from jaxtyping import PRNGKeyArray
 from models import lora as lora_lib
 from models import rope
 
+Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layer", "host"]
 _DEEP = 16
 """Layers from which on they are scanned unless told otherwise."""
@@ -32,11 +33,11 @@ class Compute:
 
   Attributes:
     dtype: of parameters and activations; published sizes come in bfloat16.
-      "auto" is bfloat16 in runs on a GPU or TPU, and else float32. Optimizers
-      keep float32 masters, and norms, softmax, routing, rotary angles,
-      log-probabilities and sums are float32 in any case. Accelerators multiply
-      float32 matrices in fewer bits unless jax is told otherwise:
-      JAX_DEFAULT_MATMUL_PRECISION=highest.
+      "auto" is bfloat16 in runs on a TPU, or on a GPU from Ampere on, and else
+      float32. Optimizers keep float32 masters, and norms, softmax, routing,
+      rotary angles, log-probabilities and sums are float32 in any case.
+      Accelerators multiply float32 matrices in fewer bits unless jax is told
+      otherwise: JAX_DEFAULT_MATMUL_PRECISION=highest.
     attention: form of `attention.attend`; "auto" goes by platform and shape.
       "fused", "triton" and "splash" are for whole rows: on top of a cache, and
       so when decoding, they mean "auto".
@@ -53,7 +54,7 @@ class Compute:
       those that share a row.
   """
 
-  dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+  dtype: Literal["auto"] | Dtype = "auto"
   attention: Literal[
     "auto", "reference", "fused", "blockwise", "triton", "splash"
   ] = "auto"
@@ -161,22 +162,14 @@ class ModelConfig:
 
   @property
   def dtype(self) -> str:
-    """`compute.dtype`, or float32 where that is "auto".
-
-    Runs have replaced "auto" by then; see `on`.
-    """
+    """`compute.dtype`, or float32 where that is still "auto"."""
     named = self.compute.dtype
     return "float32" if named == "auto" else named
 
-  def on(self, platform: str) -> "ModelConfig":
-    """Returns the config with the dtype that "auto" means on a platform.
-
-    Args:
-      platform: "cpu", "gpu" or "tpu".
-    """
+  def with_auto_dtype(self, dtype: Dtype) -> "ModelConfig":
+    """Returns the config with a dtype in the place of "auto"."""
     if self.compute.dtype != "auto":
       return self
-    dtype = "float32" if platform == "cpu" else "bfloat16"
     compute = dataclasses.replace(self.compute, dtype=dtype)
     return dataclasses.replace(self, compute=compute)
 

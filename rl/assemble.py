@@ -143,8 +143,8 @@ def fit(
 ) -> experiment_lib.Experiment:
   """Returns the experiment as it runs on its devices.
 
-  Its engine fits them, and its dtypes are those of their platform. Allocates
-  nothing.
+  Its engine fits them, and its dtype is the one that they are made for, where
+  that is "auto". Allocates nothing.
 
   Args:
     longest: conversation to expect; None is `rollout.max_tokens`.
@@ -157,7 +157,8 @@ def fit(
   local = [x for x in place.layouts() if isinstance(x.mesh, jax.sharding.Mesh)]
   check_host_memory(experiment, local[0].devices)
   devices = {x for layout in local for x in layout.devices}
-  experiment = experiment.on(place.find_platform())
+  dtype = place.dtype(local[0].devices)
+  experiment = experiment.with_auto_dtype(dtype)
   programs = learner_programs(experiment, place.learner.plan)
   memory = place.memory(list(devices))
   return memory_plan.fit(experiment, programs, memory, longest)

@@ -251,20 +251,14 @@ class Experiment:
     """The sources of tasks: the parts of a mixture, or one."""
     return prompts.sources_of(self.environment)
 
-  def on(self, platform: str) -> "Experiment":
-    """Returns the settings with the dtypes that "auto" means on a platform.
-
-    Args:
-      platform: of the learner's devices: "cpu", "gpu" or "tpu".
-    """
+  def with_auto_dtype(self, dtype: model_config.Dtype) -> "Experiment":
+    """Returns the settings with a dtype in the place of "auto"."""
     algorithm, teacher = self.algorithm, self.algorithm.reference
     if isinstance(teacher, references.Teacher):
-      model = teacher.model.on(platform)
+      model = teacher.model.with_auto_dtype(dtype)
       teacher = dataclasses.replace(teacher, model=model)
       algorithm = dataclasses.replace(algorithm, reference=teacher)
-    model = self.model.on(platform)
-    if (model, algorithm) == (self.model, self.algorithm):
-      return self
+    model = self.model.with_auto_dtype(dtype)
     return dataclasses.replace(self, model=model, algorithm=algorithm)
 
   def validate(self) -> None:

@@ -5,11 +5,13 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
+from models import config as model_config
 from models import sharding
 from rl.backends import addresses, local, ray_cluster, slurm, xm_experiment
 from rl.backends import contract as backends
@@ -212,15 +214,6 @@ class Placement:
     """The platform of this process; None takes the one that jax finds."""
     return "cpu" if self.is_elsewhere else self.platform
 
-  def find_platform(self) -> str:
-    """Returns the platform of the meshes: `platform`, or the one of jax.
-
-    On other hosts it is not known without `platform`, and "cpu" then.
-    """
-    if self.platform is not None:
-      return self.platform
-    return "cpu" if self.is_elsewhere else jax.default_backend()
-
   @property
   def meshes(self) -> Mapping[str, MeshSpec]:
     """Every mesh by its setting: "learner", "more.0.mesh"."""
@@ -416,6 +409,23 @@ class Placement:
       return None
     found = self.platform is None and any(map(has_plugin, _EXTRAS))
     return None if found else _host_memory()
+
+  def dtype(self, devices: Sequence[Any] = ()) -> model_config.Dtype:
+    """Returns the dtype that its devices are made for.
+
+    Args:
+      devices: that are there; without any, or if all meshes are elsewhere, it
+        goes by `platform`.
+    """
+    if self.is_elsewhere:
+      devices = ()
+    platform = devices[0].platform if devices else self.platform
+    if platform not in _EXTRAS:
+      return "float32"
+    # As 7.5; other makers have names. Kernels for bfloat16 begin with Ampere.
+    version = getattr(devices[0], "compute_capability", "") if devices else ""
+    is_old = re.match(r"[1-7]\.", str(version))
+    return "float32" if is_old else "bfloat16"
 
   def layouts(self) -> tuple[sharding.Layout, ...]:
     """Returns the layout of the learner, and then of every engine.

@@ -216,22 +216,14 @@ def test_recorded_experts_and_unknown_ones_fit_their_dtype(num_experts, dtype):
 
 
 @pytest.mark.parametrize(
-  ("named", "platform", "dtype"),
-  [
-    ("auto", "cpu", "float32"),
-    ("auto", "gpu", "bfloat16"),
-    ("auto", "tpu", "bfloat16"),
-    ("float32", "gpu", "float32"),
-    ("bfloat16", "cpu", "bfloat16"),
-  ],
+  ("named", "dtype"),
+  [("auto", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16")],
 )
-def test_an_accelerator_computes_in_bfloat16_unless_told_otherwise(
-  named, platform, dtype
-):
+def test_a_dtype_that_is_named_wins_over_that_of_the_devices(named, dtype):
   config = config_lib.tiny(
     compute=config_lib.Compute(dtype=named, layers="scan")
   )
-  placed = config.on(platform)
+  placed = config.with_auto_dtype("bfloat16")
   assert placed.compute.dtype == placed.dtype == dtype
   assert placed.compute.layers == "scan"
   leaves = jax.tree.leaves(policy_lib.of(placed).shapes)

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,6 +14,7 @@ from envs.offload import process_pool
 from envs.rewards import rewards
 from envs.suites import self_play
 from launch.cli import flags
+from models import config as model_config
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, references, token_advantages
 from rl.engine.builtin import settings as engine_settings
@@ -633,18 +634,19 @@ def test_every_part_of_the_tree_is_checked_and_named(experiment, path, text):
     _override(experiment, {path: text}).validate()
 
 
-def test_policy_and_teacher_have_the_dtype_of_the_platform(experiment):
+def test_policy_and_teacher_have_the_dtype_of_the_devices(experiment):
   teacher = references.Teacher(model=experiment.model, directory="teacher")
   algorithm = dataclasses.replace(experiment.algorithm, reference=teacher)
   taught = dataclasses.replace(experiment, algorithm=algorithm)
-  for platform, dtype in (("cpu", "float32"), ("gpu", "bfloat16")):
-    placed = taught.on(platform)
+  for dtype in get_args(model_config.Dtype):
+    placed = taught.with_auto_dtype(dtype)
     assert placed.model.compute.dtype == dtype
     assert placed.algorithm.reference.model.compute.dtype == dtype
     # Nothing is left to be found out, wherever the run goes on.
-    assert placed.on("tpu") is placed
+    assert placed.with_auto_dtype("float32") == placed
   # The engine's log-probabilities are as far from the learner's as bfloat16's.
-  limit = taught.on("gpu").resolved_bounds.logprob_gap.limit
+  rounded = taught.with_auto_dtype("bfloat16")
+  limit = rounded.resolved_bounds.logprob_gap.limit
   assert limit == metric_bounds.GAPS["bfloat16"]
 
 

@@ -146,7 +146,7 @@ def write_config(directory, schedule):
     "overlap": overrides.to_json(schedule),
     "rollout": {"group_size": LIMITS.group_size},
     "bounds": overrides.to_json(base.bounds),
-    "model": overrides.to_json(base.model.on("cpu")),
+    "model": overrides.to_json(base.model.with_auto_dtype("float32")),
     "publishing": overrides.to_json(base.publishing),
   }
   (directory / "config.json").write_text(json.dumps(data))

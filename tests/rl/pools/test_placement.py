@@ -367,18 +367,33 @@ def test_devices_of_other_hosts_only_leave_this_one_its_processor():
   assert memory == placement.Memory(72 * 2**30)
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+  platform: str
+  compute_capability: str = ""
+
+
 @pytest.mark.parametrize(
-  ("place", "platform"),
+  ("place", "devices", "dtype"),
   [
-    (Placement(), jax.default_backend()),
-    (Placement(platform="tpu"), "tpu"),
-    (ELSEWHERE, "gpu"),
-    # Nobody has said what is there.
-    (dataclasses.replace(ELSEWHERE, platform=None), "cpu"),
+    (Placement(), (), "float32"),
+    (Placement(platform="tpu"), (), "bfloat16"),
+    (Placement(), jax.devices("cpu"), "float32"),
+    (Placement(), [Device("tpu")], "bfloat16"),
+    (Placement(), [Device("gpu", "9.0")], "bfloat16"),
+    (Placement(), [Device("gpu", "12.0")], "bfloat16"),
+    (Placement(), [Device("gpu", "gfx942")], "bfloat16"),
+    # A T4: neither cuDNN's attention nor Triton.
+    (Placement(platform="gpu"), [Device("gpu", "7.5")], "float32"),
+    # This host's processor has no part in it.
+    (ELSEWHERE, jax.devices("cpu"), "bfloat16"),
+    (dataclasses.replace(ELSEWHERE, platform=None), (), "float32"),
   ],
 )
-def test_the_platform_is_that_of_the_meshes(place, platform):
-  assert place.find_platform() == platform
+def test_the_dtype_is_the_one_that_the_devices_are_made_for(
+  place, devices, dtype
+):
+  assert place.dtype(devices) == dtype
 
 
 @pytest.mark.parametrize(
