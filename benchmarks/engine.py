@@ -211,7 +211,7 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
     "ratio by CPU time": statistics.median(cpu_ratios),
     "CPU us a turn": statistics.median(cpu_us),
     "event loop, CPU us a turn": statistics.median(loop_us),
-    "host us a turn": statistics.median(idle_us),
+    "mesh idle us a turn": statistics.median(idle_us),
     "turns a dispatch": times.turns,
     **{f"{step} us": us for step, us in times.steps_us.items()},
   }

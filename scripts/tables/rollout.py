@@ -58,7 +58,7 @@ def engine(result: Mapping[str, Any]) -> cells.Rows:
     f"{result['ratio by CPU time']:.2f}",
     f"{result['CPU us a turn']:.0f} us",
     f"{result['event loop, CPU us a turn']:.0f} us",
-    f"{result['host us a turn']:.0f} us",
+    f"{result['mesh idle us a turn']:.0f} us",
   )
 
 
