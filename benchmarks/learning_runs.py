@@ -249,7 +249,7 @@ class Bench:
     parts = assemble.build(one, clock=clock)
     key = one.algorithm, one.optimizer
     if key not in self._programs:
-      latest = dataclasses.replace(one, overlap=SCHEDULES["eta4"])
+      latest = dataclasses.replace(parts.experiment, overlap=SCHEDULES["eta4"])
       self._programs[key] = assemble.learner_programs(
         latest, parts.learner_layout
       )

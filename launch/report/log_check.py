@@ -402,7 +402,9 @@ def _read(path: pathlib.Path, reader: "LogReader") -> Verdict:
     survivors = reader.begin(path)
     for event in event_log.surviving(log, survivors):
       reader.observe(event)
-    return reader.verdict(log, survivors)
+    verdict = reader.verdict(log, survivors)
+    _ = verdict.text  # Its means may be beyond a float.
+    return verdict
   except LookupError as error:
     raise UnreadableLog(f"{path.name}: an event lacks {error}") from error
   except segments.Damaged as error:

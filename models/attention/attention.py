@@ -22,11 +22,15 @@ def rms_norm(
 ) -> Float[Array, "*any D"]:
   """Returns x with a root mean square of `scale`, by arXiv 1910.07467.
 
-  The mean is taken in float32, as in Qwen's own code.
+  The mean is taken in float32, as in Qwen's own code, and so is the gradient of
+  the scale, which is a sum over all tokens.
   """
   wide = x.astype(jnp.float32)
   mean = jnp.mean(wide * wide, -1, keepdims=True)
-  return (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype) * scale
+  normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype)
+  # A product of two numbers of bfloat16 is exact in float32.
+  product = normed.astype(jnp.float32) * scale.astype(jnp.float32)
+  return product.astype(jnp.result_type(normed, scale))
 
 
 class Attention(lora.Adapted):

@@ -7,11 +7,14 @@ Source of the format: Hugging Face's safetensors, README, "Format".
 """
 
 import contextlib
+import fcntl
+import glob
 import json
 import math
 import os
 import pathlib
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -194,21 +197,49 @@ def listing(names: set[str] | list[str], most: int = 10) -> str:
 def whole_directory(target: pathlib.Path) -> Iterator[pathlib.Path]:
   """Gives a directory to fill, which appears under its name when it is whole.
 
+  Of several processes that fill it at once the first one gives it its content,
+  and the others fail.
+
   Raises:
     ValueError: it cannot be written; nothing is left of it.
   """
-  partial = target.with_name(f".{target.name}.partial")
-  shutil.rmtree(partial, ignore_errors=True)
+  partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
   try:
+    _remove_leftovers(target)
     partial.mkdir(parents=True)
-    yield partial
-    partial.rename(target)
+    with _locked(partial):
+      yield partial
+      partial.rename(target)
   except OSError as error:
     raise ValueError(
       f"{target} cannot be written: {error}; choose another directory"
     ) from error
   finally:
     shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_leftovers(target: pathlib.Path) -> None:
+  """Removes what killed processes have left of a directory."""
+  pattern = f".{glob.escape(target.name)}.*.partial"
+  for left in target.parent.glob(pattern):
+    with contextlib.suppress(OSError), _locked(left) as is_mine:
+      if is_mine:
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: pathlib.Path) -> Iterator[bool]:
+  """Locks a directory if no other process has; yields whether it could."""
+  descriptor = os.open(directory, os.O_RDONLY)
+  try:
+    is_mine = True
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # Or a file system without locks: another may have it.
+      is_mine = False
+    yield is_mine
+  finally:
+    os.close(descriptor)
 
 
 def on_host(array: jax.Array) -> np.ndarray:

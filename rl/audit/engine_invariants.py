@@ -8,7 +8,6 @@ from rl.audit import event_log, invariant, lifecycle
 
 _WHOLE = ("staged", *event_log.OF_SWITCH)
 _ANY = "any"
-_ROUNDING_S = 1e-5
 
 
 class SwitchesEnclosed(invariant.Invariant):
@@ -181,7 +180,9 @@ class ServedVersions(invariant.Invariant):
       return
     served = self._serves(play.engine)
     asked_t = event["t"] - event["env_s"] - event["decode_s"]
-    low = play.last if asked_t >= play.last_t - _ROUNDING_S else play.first
+    low = (
+      play.last if asked_t >= play.last_t - invariant.ROUNDING_S else play.first
+    )
     play.turns.append((event["tokens"], low, served))
     play.last, play.last_t = served, event["t"]
 
@@ -258,7 +259,7 @@ class LostEngines(invariant.Invariant):
   def _check_begun(self, event: event_log.Event) -> None:
     """Reports an end of a restart that had not begun."""
     begins_t = self._begins_t.get(event["engine"], -math.inf)
-    if event["t"] < begins_t - _ROUNDING_S:
+    if event["t"] < begins_t - invariant.ROUNDING_S:
       self.report(
         f"engine {event['engine']}: {event['kind']} at {event['t']:g} s, but "
         f"its restart begins at {begins_t:g} s"
@@ -376,7 +377,7 @@ class Members(invariant.Invariant):
   def _on_first_token(self, event: event_log.Event) -> None:
     engine = self._homes.get(event_log.member(event), -1)
     left_t = self._left_t.get(engine, math.inf)
-    if event["t"] > left_t + _ROUNDING_S:
+    if event["t"] > left_t + invariant.ROUNDING_S:
       self.report(
         f"{_member(event)}: its first token is of an engine that left"
       )

@@ -7,6 +7,8 @@ from rl.audit import snapshot
 from rl.schedule import overlap
 
 Handler = Callable[[Any], None]
+ROUNDING_S = 1e-5
+"""By so much the times of two events may be in the wrong order."""
 
 
 class Context(NamedTuple):

@@ -175,8 +175,11 @@ class Rounds(invariant.Invariant):
     this.updates.append(event["number"])
     this.end = max(this.end, event["end"])
     which = f"update {event['number']} of round {event['version']}"
-    if event["end"] < event["start"]:
+    # Neither holds of a NaN.
+    if not event["start"] <= event["end"]:
       self.report(f"{which} ended before it began")
+    if not event["end"] <= event["t"] + invariant.ROUNDING_S:
+      self.report(f"{which} was told before it ended")
     if event["start"] < self._end:
       self.report(f"{which} began inside the one before")
     self._end = max(self._end, event["end"])

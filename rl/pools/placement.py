@@ -415,17 +415,25 @@ class Placement:
 
     Args:
       devices: that are there; without any, or if all meshes are elsewhere, it
-        goes by `platform`.
+        is planned for those that the settings speak of, or that jax would find.
     """
     if self.is_elsewhere:
       devices = ()
     platform = devices[0].platform if devices else self.platform
+    if platform is None and self._speaks_of_accelerators:
+      return "bfloat16"
     if platform not in _EXTRAS:
       return "float32"
     # As 7.5; other makers have names. Kernels for bfloat16 begin with Ampere.
     version = getattr(devices[0], "compute_capability", "") if devices else ""
     is_old = re.match(r"[1-7]\.", str(version))
     return "float32" if is_old else "bfloat16"
+
+  @property
+  def _speaks_of_accelerators(self) -> bool:
+    """True if its devices are no processors, as far as one knows without."""
+    found = not self.is_elsewhere and any(map(has_plugin, _EXTRAS))
+    return found or self.device_gib is not None
 
   def layouts(self) -> tuple[sharding.Layout, ...]:
     """Returns the layout of the learner, and then of every engine.

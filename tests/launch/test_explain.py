@@ -86,7 +86,8 @@ def test_a_device_that_trains_and_decodes_holds_the_sum(experiment):
   # As it would run there; on this host it is float32.
   assert "bf16" in text
   assert "master copy" in text
-  assert "bf16" not in printed(experiment)
+  here = placement.Placement(platform="cpu")
+  assert "bf16" not in printed(dataclasses.replace(experiment, placement=here))
   # A tenth of a GiB is kept free.
   assert text.endswith("it fits the 922 MiB that each device can give\n")
   tight = dataclasses.replace(place, device_gib=0.01)

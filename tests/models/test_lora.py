@@ -85,6 +85,40 @@ def test_a_product_is_that_with_the_sum_of_weights_and_adapter(num_in, wrap):
   np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_common_word_has_the_gradient_of_all_its_tokens(wrap):
+  # 16,384 tokens of 4 words: a sum in bfloat16 stops at 256 times an addend.
+  rng = np.random.default_rng(0)
+  ids = jnp.asarray(rng.integers(4, size=(16, 1024)), jnp.int32)
+  weights = jnp.asarray(1 + 0.1 * rng.normal(size=(16, 1024, 8)), jnp.bfloat16)
+  module = {
+    "w": jnp.ones((5, 8), jnp.bfloat16),
+    "lora": {
+      "w": {
+        "a": jnp.ones((5, 2), jnp.bfloat16),
+        "b": jnp.full((2, 8), 0.5, jnp.bfloat16),
+      }
+    },
+  }
+
+  def loss(module):
+    rows = lora.lookup(module, "w", ids).astype(jnp.float32)
+    return jnp.sum(rows * weights.astype(jnp.float32))
+
+  found = wrap(jax.grad(loss))(module)
+  exact = np.zeros((5, 8))
+  np.add.at(exact, np.asarray(ids), np.asarray(weights, np.float64))
+  assert found["w"].dtype == jnp.bfloat16
+  # The fifth word is nowhere. A rounding is 2^-8; those of A's are two.
+  np.testing.assert_allclose(np.asarray(found["w"], float), exact, rtol=2**-8)
+  np.testing.assert_allclose(
+    np.asarray(found["lora"]["w"]["a"], float),
+    np.repeat(exact.sum(-1, keepdims=True) / 2, 2, -1),
+    rtol=2**-7,
+  )
+
+
 @pytest.mark.skipif(
   jax.__version_info__ < (0, 9), reason="XLA of jax 0.8 fuses otherwise"
 )

@@ -265,6 +265,7 @@ def test_a_log_in_segments_gets_the_verdict_of_one_in_a_piece(run_dir):
     ("admitted", {"index": None}),
     ("submitted", {"source": None}),
     ("ended", {"versions": "0"}),
+    ("ended", {"length": 10**400}),
   ],
 )
 def test_a_field_of_another_type_makes_a_log_unreadable(run_dir, kind, changes):

@@ -14,7 +14,7 @@ from models import lora, rope, sharding
 from models import policy as policy_lib
 from models.chat import word_chat
 from models.hf import config as hf_config
-from models.hf import export, load
+from models.hf import export, load, safetensors_io
 from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
@@ -207,10 +207,24 @@ def test_nothing_is_written_when_something_does_not_fit(tmp_path):
 
 
 def test_what_a_killed_export_left_is_replaced(tmp_path):
-  left = tmp_path / ".hf.partial"
+  left = tmp_path / ".hf.0123abcd.partial"
   left.mkdir()
   (left / "model-00009-of-00009.safetensors").write_text("half")
   params = random_params(CONFIG)
   export.export(tmp_path / "hf", params, CONFIG)
   assert [path.name for path in tmp_path.iterdir()] == ["hf"]
   assert_bits_equal(load.load(tmp_path / "hf", CONFIG), params)
+
+
+def test_of_two_exports_at_once_one_is_whole_and_the_other_fails(tmp_path):
+  target = tmp_path / "hf"
+  late = safetensors_io.whole_directory(target)
+  partial = late.__enter__()
+  with safetensors_io.whole_directory(target) as first:
+    (first / "model.safetensors").write_text("first")
+  # Neither has taken away what the other writes.
+  (partial / "model.safetensors").write_text("late")
+  with pytest.raises(ValueError, match=r"hf cannot be written: .*not empty"):
+    late.__exit__(None, None, None)
+  assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+  assert (target / "model.safetensors").read_text() == "first"

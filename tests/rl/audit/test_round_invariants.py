@@ -1,5 +1,7 @@
 """Every promise about rounds and publishes, broken by itself."""
 
+import math
+
 import pytest
 
 from rl.audit import event_log
@@ -69,6 +71,14 @@ BROKEN = {
     logs.IN_FLIGHT,
     ["update 0 of round 0 ended before it began"],
   ),
+  "an update without an end": (
+    logs.change(_IN_FLIGHT, "update", end=math.nan),
+    logs.IN_FLIGHT,
+    [
+      "update 0 of round 0 ended before it began",
+      "update 0 of round 0 was told before it ended",
+    ],
+  ),
   "a publish before the last group of its round": (
     [
       e
@@ -81,7 +91,10 @@ BROKEN = {
   "a publish inside an update": (
     logs.change(logs.run(logs.STRICT, rounds=1), "update", end=99.0),
     logs.STRICT,
-    ["publishing 1 began before the last update of its round had ended"],
+    [
+      "update 0 of round 0 was told before it ended",
+      "publishing 1 began before the last update of its round had ended",
+    ],
   ),
   "a publish that was never begun": (
     logs.without(logs.run(logs.STRICT, rounds=1), "publish_start"),

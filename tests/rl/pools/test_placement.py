@@ -376,8 +376,11 @@ class Device:
 @pytest.mark.parametrize(
   ("place", "devices", "dtype"),
   [
-    (Placement(), (), "float32"),
+    (Placement(platform="cpu"), (), "float32"),
     (Placement(platform="tpu"), (), "bfloat16"),
+    # A laptop plans for a pod.
+    (Placement(device_gib=80), (), "bfloat16"),
+    (Placement(device_gib=80), jax.devices("cpu"), "float32"),
     (Placement(), jax.devices("cpu"), "float32"),
     (Placement(), [Device("tpu")], "bfloat16"),
     (Placement(), [Device("gpu", "9.0")], "bfloat16"),
@@ -387,7 +390,11 @@ class Device:
     (Placement(platform="gpu"), [Device("gpu", "7.5")], "float32"),
     # This host's processor has no part in it.
     (ELSEWHERE, jax.devices("cpu"), "bfloat16"),
-    (dataclasses.replace(ELSEWHERE, platform=None), (), "float32"),
+    (
+      dataclasses.replace(ELSEWHERE, platform=None, device_gib=None),
+      (),
+      "float32",
+    ),
   ],
 )
 def test_the_dtype_is_the_one_that_the_devices_are_made_for(
