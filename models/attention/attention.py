@@ -28,9 +28,28 @@ def rms_norm(
   wide = x.astype(jnp.float32)
   mean = jnp.mean(wide * wide, -1, keepdims=True)
   normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype)
-  # A product of two numbers of bfloat16 is exact in float32.
-  product = normed.astype(jnp.float32) * scale.astype(jnp.float32)
-  return product.astype(jnp.result_type(normed, scale))
+  return _scaled(normed, scale)
+
+
+@jax.custom_vjp
+def _scaled(x: Float[Array, "*any D"], scale: Float[Array, " D"]) -> Array:
+  return x * scale
+
+
+def _scaled_fwd(x: Array, scale: Array) -> tuple[Array, tuple[Array, Array]]:
+  return x * scale, (x, scale)
+
+
+def _scaled_bwd(
+  factors: tuple[Array, Array], gradient: Array
+) -> tuple[Array, Array]:
+  x, scale = factors
+  product = gradient.astype(jnp.float32) * x.astype(jnp.float32)
+  summed = jnp.sum(product, tuple(range(x.ndim - 1)))
+  return (gradient * scale).astype(x.dtype), summed.astype(scale.dtype)
+
+
+_scaled.defvjp(_scaled_fwd, _scaled_bwd)
 
 
 class Attention(lora.Adapted):
