@@ -33,11 +33,11 @@ class Compute:
 
   Attributes:
     dtype: of parameters and activations; published sizes come in bfloat16.
-      "auto" is bfloat16 in runs on a TPU, or on a GPU from Ampere on, and else
-      float32. Optimizers keep float32 masters, and norms, softmax, routing,
-      rotary angles, log-probabilities and sums are float32 in any case.
-      Accelerators multiply float32 matrices in fewer bits unless jax is told
-      otherwise: JAX_DEFAULT_MATMUL_PRECISION=highest.
+      "auto" is bfloat16 in runs on a TPU, or on a GPU of NVIDIA from Ampere on,
+      and else float32. Optimizers keep float32 masters, and norms, softmax,
+      routing, rotary angles, log-probabilities and sums are float32 in any
+      case. Accelerators multiply float32 matrices in fewer bits unless jax is
+      told otherwise: JAX_DEFAULT_MATMUL_PRECISION=highest.
     attention: form of `attention.attend`; "auto" goes by platform and shape.
       "fused", "triton" and "splash" are for whole rows: on top of a cache, and
       so when decoding, they mean "auto".

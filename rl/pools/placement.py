@@ -424,10 +424,12 @@ class Placement:
       return "bfloat16"
     if platform not in _EXTRAS:
       return "float32"
-    # As 7.5; other makers have names. Kernels for bfloat16 begin with Ampere.
-    version = getattr(devices[0], "compute_capability", "") if devices else ""
-    is_old = re.match(r"[1-7]\.", str(version))
-    return "float32" if is_old else "bfloat16"
+    if platform == "gpu" and devices:
+      # Kernels for bfloat16 begin with 8.0, Ampere. Other makers have names in
+      # the place of numbers, and not all of the kernels.
+      version = str(devices[0].compute_capability)
+      return "bfloat16" if re.match(r"[89]\.|\d\d\.", version) else "float32"
+    return "bfloat16"
 
   @property
   def _speaks_of_accelerators(self) -> bool:

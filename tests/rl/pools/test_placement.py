@@ -385,8 +385,8 @@ class Device:
     (Placement(), [Device("tpu")], "bfloat16"),
     (Placement(), [Device("gpu", "9.0")], "bfloat16"),
     (Placement(), [Device("gpu", "12.0")], "bfloat16"),
-    (Placement(), [Device("gpu", "gfx942")], "bfloat16"),
-    # A T4: neither cuDNN's attention nor Triton.
+    # Neither cuDNN's attention nor Triton: of another maker, and a T4.
+    (Placement(), [Device("gpu", "gfx942")], "float32"),
     (Placement(platform="gpu"), [Device("gpu", "7.5")], "float32"),
     # This host's processor has no part in it.
     (ELSEWHERE, jax.devices("cpu"), "bfloat16"),
