@@ -414,13 +414,13 @@ class Placement:
     """Returns the dtype that its devices are made for.
 
     Args:
-      devices: that are there; without any, or if all meshes are elsewhere, it
-        is planned for those that the settings speak of, or that jax would find.
+      devices: that are there; without any, or if all meshes are elsewhere,
+        those that the settings plan for, or that jax would find.
     """
     if self.is_elsewhere:
       devices = ()
     platform = devices[0].platform if devices else self.platform
-    if platform is None and self._speaks_of_accelerators:
+    if platform is None and self._plans_for_accelerators:
       return "bfloat16"
     if platform not in _EXTRAS:
       return "float32"
@@ -432,8 +432,8 @@ class Placement:
     return "bfloat16"
 
   @property
-  def _speaks_of_accelerators(self) -> bool:
-    """True if its devices are no processors, as far as one knows without."""
+  def _plans_for_accelerators(self) -> bool:
+    """True if the devices are to be accelerators, without a look at them."""
     found = not self.is_elsewhere and any(map(has_plugin, _EXTRAS))
     return found or self.device_gib is not None
 
