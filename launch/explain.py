@@ -31,7 +31,6 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
   console = rich.console.Console(
     file=stream, markup=False, emoji=False, highlight=False, width=width
   )
-  platform = experiment.placement.platform or "cpu"
   experiment = experiment.with_auto_dtype(experiment.placement.dtype())
   programs = assemble.learner_programs(
     experiment, experiment.placement.learner.plan
@@ -63,6 +62,7 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     console.print(_totals(lines))
     engine = experiment.engine
     if pool and isinstance(engine, engine_settings.EngineSettings):
+      platform = experiment.placement.platform or "cpu"
       console.print(paged.describe(platform, model, engine.page_size))
   if shared := _shared(memory_plan.shares(experiment, programs)):
     console.print()

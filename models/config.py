@@ -161,7 +161,7 @@ class ModelConfig:
     return [range(*pair) for pair in zip(starts, ends, strict=True)]
 
   @property
-  def dtype(self) -> str:
+  def dtype(self) -> Dtype:
     """`compute.dtype`, or float32 where that is still "auto"."""
     named = self.compute.dtype
     return "float32" if named == "auto" else named

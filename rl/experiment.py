@@ -259,6 +259,9 @@ class Experiment:
       teacher = dataclasses.replace(teacher, model=model)
       algorithm = dataclasses.replace(algorithm, reference=teacher)
     model = self.model.with_auto_dtype(dtype)
+    # An instance keeps what it has checked and built.
+    if (model, algorithm) == (self.model, self.algorithm):
+      return self
     return dataclasses.replace(self, model=model, algorithm=algorithm)
 
   def validate(self) -> None:

@@ -407,7 +407,7 @@ class Placement:
       return Memory(round(self.device_gib * 2**30) * 9 // 10)
     if devices or self.platform in _EXTRAS:
       return None
-    found = self.platform is None and any(map(has_plugin, _EXTRAS))
+    found = self.platform is None and _has_accelerator_plugin()
     return None if found else _host_memory()
 
   def dtype(self, devices: Sequence[Any] = ()) -> model_config.Dtype:
@@ -434,7 +434,7 @@ class Placement:
   @property
   def _plans_for_accelerators(self) -> bool:
     """True if the devices are to be accelerators, without a look at them."""
-    found = not self.is_elsewhere and any(map(has_plugin, _EXTRAS))
+    found = not self.is_elsewhere and _has_accelerator_plugin()
     return found or self.device_gib is not None
 
   def layouts(self) -> tuple[sharding.Layout, ...]:
@@ -533,6 +533,10 @@ def _check_can_be_remote(
 def _host_memory() -> Memory:
   size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   return Memory(size * 9 // 10, is_shared=True)
+
+
+def _has_accelerator_plugin() -> bool:
+  return any(map(has_plugin, _EXTRAS))
 
 
 def has_plugin(platform: str) -> bool:

@@ -643,7 +643,7 @@ def test_policy_and_teacher_have_the_dtype_of_the_devices(experiment):
     assert placed.model.compute.dtype == dtype
     assert placed.algorithm.reference.model.compute.dtype == dtype
     # Nothing is left to be found out, wherever the run goes on.
-    assert placed.with_auto_dtype("float32") == placed
+    assert placed.with_auto_dtype("float32") is placed
   # The engine's log-probabilities are as far from the learner's as bfloat16's.
   rounded = taught.with_auto_dtype("bfloat16")
   limit = rounded.resolved_bounds.logprob_gap.limit

@@ -248,13 +248,13 @@ def test_bfloat16_errs_by_its_own_rounding_only(form):
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_a_scale_has_the_gradient_of_all_tokens(wrap):
   # 16,384 tokens: a sum in bfloat16 stops at 256 times an addend.
-  x, ones = jnp.asarray(draw(16, 1024, 8, dtype=jnp.bfloat16)), np.ones(8)
+  x = jnp.asarray(draw(16, 1024, 8, dtype=jnp.bfloat16))
 
   def loss(scale):
     normed = attention.rms_norm(x, scale, 1e-6).astype(jnp.float32)
     return jnp.sum(normed * jnp.sign(x))
 
-  found = wrap(jax.grad(loss))(jnp.asarray(ones, jnp.bfloat16))
+  found = wrap(jax.grad(loss))(jnp.ones(8, jnp.bfloat16))
   wide = np.asarray(x, np.float64)
   exact = np.abs(wide) / np.sqrt(np.mean(wide**2, -1, keepdims=True) + 1e-6)
   assert found.dtype == jnp.bfloat16
