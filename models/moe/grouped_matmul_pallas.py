@@ -209,7 +209,8 @@ def product_triton(
       return acc + _dot(x[:, at_i], tile, 1, 1 if transpose else 0)
 
     used = n < starts[starts.shape[0] - 1]
-    turns = jnp.where(used, width // inner, 0)
+    # A `where` of two literals would be one of booleans to Triton.
+    turns = used.astype(jnp.int32) * (width // inner)
     acc = jnp.zeros((rows, outer), jnp.float32)
     y[...] = jax.lax.fori_loop(0, turns, add, acc).astype(y.dtype)
 
