@@ -1,16 +1,16 @@
-"""Kernels of jax that attend to pages, each for one new id of every row.
+"""Kernels that attend to pages.
 
-gpu   jax.experimental.pallas.ops.gpu.paged_attention, in Triton
-tpu   jax.experimental.pallas.ops.tpu.paged_attention, in Mosaic
+gpu   `paged_triton`: ids and chunks
+tpu   jax.experimental.pallas.ops.tpu.paged_attention, in Mosaic: one new id of
+      every row
 
 tpu.ragged_paged_attention also takes chunks, but wants the keys and values of a
-token side by side, which neither of the two does. So chunks go by tiles.
+token side by side, which the other does not. So chunks go by tiles on a TPU.
+jax's kernel for a GPU takes no chunks, and Triton does not read its keys ahead:
+2.4 TB/s at best on an H200.
 
-Letters: R rows, W pages of a table, H heads, d head width.
+Letters: R rows, C queries of each, W pages of a table, H heads, d head width.
 """
-
-import functools
-import warnings
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -18,10 +18,8 @@ from jaxtyping import Array, Float, Int32
 from models import kv_cache
 from models.attention import backend
 
-_BLOCK = {"gpu": 128, "tpu": 512}
-"""Positions that a program of a kernel reads at once."""
-_MAX_SPLITS = 16
-"""Programs that share a row on a GPU."""
+_TPU_BLOCK = 512
+"""Positions that a program of the kernel reads at once."""
 _MAX_TABLE = 2**17
 """Pages in the tables of one call on a TPU: half a MiB of scalar memory."""
 
@@ -42,9 +40,9 @@ def refusal(
   """
   if form in backend.UNIVERSAL:
     return f"attention={form} asks for no kernel"
-  if platform not in _BLOCK:
+  if platform not in ("gpu", "tpu"):
     return f"there is no kernel for a {platform}"
-  if queries > 1:
+  if platform == "tpu" and queries > 1:
     return "the kernel takes one id a row"
   if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
     return f"the kernel has no {' with '.join(sorted(dtypes))}"
@@ -62,44 +60,38 @@ def refusal(
 
 
 def attend(
-  query: Float[Array, "R 1 H d"],
-  positions: Int32[Array, "R 1"],
+  query: Float[Array, "R C H d"],
+  positions: Int32[Array, "R C"],
   cache: kv_cache.Cache,
   layer: Int32[Array, ""],
   tables: Int32[Array, "R W"],
   *,
   platform: str,
   interpret: bool = False,
-) -> Float[Array, "R 1 H d"]:
+) -> Float[Array, "R C H d"]:
   """Returns what `paged.attend` does, on one device, within `refusal`.
 
   Args:
     interpret: runs the GPU's kernel without one; for that of a TPU there is
       `pltpu.force_tpu_interpret_mode`.
   """
-  page_size, width = cache.k.shape[3:]
-  num_pages = cache.k.shape[2]
-  block = max(1, _BLOCK[platform] // page_size)
-  splits = 1
+  # Not on top: importing kernels takes long.
   if platform == "gpu":
-    splits = max(1, min(_MAX_SPLITS, tables.shape[1] // block))
-  tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % (block * splits))))
+    from models.attention import paged_triton
+
+    return paged_triton.attend(
+      query, positions, cache, layer, tables, interpret=interpret
+    )
+  from jax.experimental.pallas.ops.tpu import paged_attention
+
+  num_pages, page_size, width = cache.k.shape[2:]
+  block = max(1, _TPU_BLOCK // page_size)
+  tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % block)))
   tables = tables + layer * num_pages
   # The page of all layers: merging two axes of an array moves nothing.
   pages = [x.reshape(len(x), -1, page_size, width) for x in cache]
   scaled = (query[:, 0].astype(jnp.float32) * width**-0.5).astype(query.dtype)
   lengths = positions[:, 0] + 1
-  if platform == "gpu":
-    kernel = functools.partial(
-      _gpu_kernel(),
-      pages_per_compute_block=block,
-      k_splits=splits,
-      interpret=interpret,
-    )
-    return kernel(scaled, *pages, tables, lengths)[:, None]
-  # Not on top: importing it takes long.
-  from jax.experimental.pallas.ops.tpu import paged_attention
-
   each = max(1, _MAX_TABLE // tables.shape[1])
   mixed = [
     paged_attention.paged_attention(
@@ -113,14 +105,6 @@ def attend(
     for rows in [slice(start, start + each)]
   ]
   return jnp.concatenate(mixed)[:, None]
-
-
-def _gpu_kernel():
-  with warnings.catch_warnings():
-    # It says that it is deprecated, and names nothing in its place.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from jax.experimental.pallas.ops.gpu import paged_attention
-  return paged_attention.paged_attention
 
 
 def _is_power(number: int, least: int) -> bool:

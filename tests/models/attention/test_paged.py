@@ -119,6 +119,9 @@ def test_on_accelerators_no_row_is_copied_as_a_whole(platform, queries):
 def test_a_plan_says_how_pages_are_read_and_why():
   config = config_lib.qwen3("0.6b")
   assert paged.describe("gpu", config, 16) == (
+    "decoding attends to pages by a kernel; chunks by a kernel"
+  )
+  assert paged.describe("tpu", config, 16) == (
     "decoding attends to pages by a kernel; chunks by tiles: the kernel takes "
     "one id a row"
   )

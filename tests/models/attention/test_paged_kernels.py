@@ -1,6 +1,7 @@
-"""Kernels of jax that attend to pages, by their interpreters."""
+"""Kernels that attend to pages, by their interpreters."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from models import kv_cache
-from models.attention import paged, paged_kernels
-from tests.helpers import absent_devices
+from models.attention import paged, paged_kernels, paged_triton
+from tests.helpers import absent_devices, triton_modules
 
 pytestmark = pytest.mark.compiled
 
@@ -23,35 +24,27 @@ CASE = {
 LAYERS, LAYER, PAGES = 2, 1, 90
 
 
-def draw(groups=4):
+def draw(groups=4, chunk=1, width=128, page_size=16):
   """Returns (query, positions, cache, layer, tables) of four rows."""
   rng = np.random.default_rng(0)
 
   def noise(*shape):
     return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
 
-  cache = kv_cache.Cache(*noise(2, 2, LAYERS, PAGES, 16, 128))
+  cache = kv_cache.Cache(*noise(2, 2, LAYERS, PAGES, page_size, width))
   tables = rng.permutation(PAGES)[:80].reshape(4, 20)
+  ends = np.array([chunk - 1, chunk + 16, 200, 319]) * page_size // 16
+  positions = np.maximum(ends, chunk - 1)[:, None] + np.arange(1 - chunk, 1)
   return (
-    noise(4, 1, 2 * groups, 128),
-    jnp.array([[0], [17], [200], [319]], jnp.int32),
+    noise(4, chunk, 2 * groups, width),
+    jnp.asarray(positions, jnp.int32),
     cache,
     jnp.int32(LAYER),
     jnp.asarray(tables, jnp.int32),
   )
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_a_kernel_agrees_with_tiles(platform, monkeypatch):
-  # Two calls of two rows each on a TPU.
-  monkeypatch.setattr(paged_kernels, "_MAX_TABLE", 64)
-  args = draw()
-  expected = paged.by_tiles(*args, tile=128)
-  if platform == "gpu":
-    found = paged_kernels.attend(*args, platform=platform, interpret=True)
-  else:
-    with pltpu.force_tpu_interpret_mode():
-      found = paged_kernels.attend(*args, platform=platform)
+def assert_close(found, expected):
   # Of values of about 1 a bfloat16 has 2^-8; 0.008 is typical.
   np.testing.assert_allclose(
     found.astype(jnp.float32),
@@ -61,17 +54,75 @@ def test_a_kernel_agrees_with_tiles(platform, monkeypatch):
   )
 
 
+def test_the_kernel_of_a_tpu_agrees_with_tiles(monkeypatch):
+  # Two calls of two rows each.
+  monkeypatch.setattr(paged_kernels, "_MAX_TABLE", 64)
+  args = draw()
+  with pltpu.force_tpu_interpret_mode():
+    found = paged_kernels.attend(*args, platform="tpu")
+  assert_close(found, paged.by_tiles(*args, tile=128))
+
+
+@pytest.mark.parametrize("programs", [1, 100])
 @pytest.mark.parametrize(
-  ("platform", "target"), [("gpu", "gpu.triton"), ("tpu", "@tpu_custom_call")]
+  "sizes",
+  [
+    {},
+    {"groups": 1, "width": 64},
+    # Five queries of three heads share their keys: 15 of 16 rows.
+    {"groups": 3, "chunk": 5, "page_size": 4},
+    # Two tiles of queries, of which the last is filled up.
+    {"groups": 2, "chunk": 40, "width": 64},
+    # A page is more than a block.
+    {"page_size": 128, "width": 16},
+  ],
+  ids=str,
 )
-def test_a_kernel_lowers_without_a_device_and_gathers_no_page(platform, target):
+def test_the_kernel_of_a_gpu_agrees_with_tiles(monkeypatch, sizes, programs):
+  # With one program a row has all keys; with more, some have none to read.
+  monkeypatch.setattr(paged_triton, "_PROGRAMS", programs)
+  args = draw(**sizes)
+  attend = functools.partial(
+    paged_kernels.attend, platform="gpu", interpret=True
+  )
+  assert_close(jax.jit(attend)(*args), paged.by_tiles(*args, tile=128))
+
+
+@pytest.mark.parametrize(
+  ("platform", "chunk"), [("gpu", 1), ("gpu", 40), ("tpu", 1)]
+)
+def test_a_kernel_lowers_without_a_device_and_gathers_no_page(platform, chunk):
   attend = jax.jit(functools.partial(paged_kernels.attend, platform=platform))
   with absent_devices.described(platform):
-    traced = attend.trace(*draw())
+    traced = attend.trace(*draw(chunk=chunk))
     name = "cuda" if platform == "gpu" else platform
-    text = traced.lower(lowering_platforms=(name,)).as_text()
-  assert target in text
+    lowered = traced.lower(lowering_platforms=(name,))
+  text = lowered.as_text()
+  if platform == "gpu":
+    assert triton_modules.check(lowered) == 1
+  else:
+    assert "@tpu_custom_call" in text
   assert "stablehlo.gather" not in text
+
+
+def test_a_cache_of_many_gigabytes_is_read_by_addresses_of_64_bits():
+  # 32 rows of 32k of Qwen3-0.6B.
+  shape = (8, 28, 2**16, 16, 128)
+  pages: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  cache = kv_cache.Cache(pages, pages)
+  attend = jax.jit(functools.partial(paged_kernels.attend, platform="gpu"))
+  with absent_devices.described("gpu"):
+    traced = attend.trace(
+      jax.ShapeDtypeStruct((32, 1, 16, 128), jnp.bfloat16),
+      jax.ShapeDtypeStruct((32, 1), jnp.int32),
+      cache,
+      jax.ShapeDtypeStruct((), jnp.int32),
+      jax.ShapeDtypeStruct((32, 2048), jnp.int32),
+    )
+    lowered = traced.lower(lowering_platforms=("cuda",))
+  (kernel,) = triton_modules.texts(lowered)
+  assert "tensor<64x128xi64>" in kernel
+  assert "tensor<64x128xi32>" not in kernel
 
 
 @pytest.mark.parametrize(
@@ -81,7 +132,7 @@ def test_a_kernel_lowers_without_a_device_and_gathers_no_page(platform, target):
     ("tpu", {}, None),
     ("cpu", {}, "no kernel for a cpu"),
     ("gpu", {"form": "blockwise"}, "attention=blockwise asks"),
-    ("gpu", {"queries": 2}, "one id a row"),
+    ("gpu", {"queries": 256}, None),
     ("gpu", {"head_dim": 96}, "powers of 2"),
     ("gpu", {"page_size": 24}, "powers of 2"),
     ("gpu", {"dtypes": frozenset({"float32"})}, "no float32"),
