@@ -346,7 +346,7 @@ def _attention(
     dtypes=frozenset([config.dtype]),
   )
   form = config.compute.attention
-  if form == "auto":
+  if form in backend.CHOSEN:
     form = backend.choose(platform, case)
   if form == "fused":
     return form, not (platform == "gpu" and backend.cudnn_can(case))

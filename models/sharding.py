@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -194,6 +195,14 @@ def plan_mesh(
 def platform(layout: Layout | None) -> str:
   """Returns the kind of devices of a layout; of none, that of jax's own."""
   return jax.default_backend() if layout is None else layout.platform
+
+
+def nvidia_version(device: Any) -> tuple[int, int]:
+  """Returns the compute capability of a GPU of NVIDIA, (0, 0) of all else."""
+  # Other makers have names there.
+  named = str(getattr(device, "compute_capability", ""))
+  found = re.fullmatch(r"(\d+)\.(\d+)", named)
+  return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def constrain(layout: Layout | None, x: Array, *axes: str | None) -> Array:

@@ -552,7 +552,7 @@ class Experiment:
       models["algorithm.reference.model"] = reference.model
     for name, model in models.items():
       form, batch = model.compute.attention, self.batch
-      if form == "auto":
+      if form in backend.CHOSEN:
         continue
       case = backend.Case(
         batch=batch.rows,

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from models import initializers, lora, rope, sharding
-from models.attention import backend, blockwise, mask, ring, splash, triton
+from models.attention import (
+  backend,
+  blockwise,
+  mask,
+  packed,
+  ring,
+  splash,
+  triton,
+)
 
 
 def rms_norm(
@@ -105,7 +113,8 @@ def attend(
   those that nobody sees: their weight is 0, and 0 * inf is nan.
 
   Args:
-    form: of those in `backend`, or "auto" for what `backend.choose` takes.
+    form: of those in `backend`; "auto" is what `backend.choose` takes, and
+      "packed" the same, but by `packed` where that can.
     block: queries and keys of a tile of the blockwise form.
     layout: where rows and heads lie; None is one device.
 
@@ -114,7 +123,8 @@ def attend(
   """
   asked = _case(query, token_mask, sources, layout)
   platform = sharding.platform(layout)
-  if form == "auto":
+  by_runs = form == "packed" and packed.can(asked, layout)
+  if form in backend.CHOSEN:
     form = backend.choose(platform, asked)
   elif reason := backend.refusal(form, asked):
     raise ValueError(f"attention={form!r} {reason}")
@@ -122,9 +132,11 @@ def attend(
   if layout is not None and (size := layout.size("length")) > 1:
     shared = ring.Ring(layout.rules.of("length"), size)
   match form:
-    case "reference":
+    case "reference" if not by_runs:
       # Left whole: XLA splits it as it splits what is around it.
       return _reference(query, token_mask, sources)
+    case "reference":
+      kernel = _reference
     case "blockwise":
       kernel = functools.partial(blockwise.attend, block=block)
       if shared is not None:
@@ -140,9 +152,11 @@ def attend(
       kernel = functools.partial(triton.attend, interpret=platform != "gpu")
     case _:
       raise ValueError(
-        f"attention={form!r} is unknown; use auto, reference, fused, "
+        f"attention={form!r} is unknown; use auto, packed, reference, fused, "
         "blockwise, triton or splash"
       )
+  if by_runs:
+    kernel = functools.partial(packed.attend, otherwise=kernel)
   return _on_each_device(kernel, layout, query, token_mask, sources)
 
 

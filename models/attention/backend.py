@@ -11,6 +11,9 @@ import dataclasses
 
 from models.attention import splash, triton
 
+CHOSEN = ("auto", "packed")
+"""Settings that leave the form to `choose`."""
+
 UNIVERSAL = ("reference", "blockwise")
 """Forms that take any tokens, also on top of a cache."""
 

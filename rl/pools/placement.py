@@ -5,7 +5,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -425,10 +424,9 @@ class Placement:
     if platform not in _EXTRAS:
       return "float32"
     if platform == "gpu" and devices:
-      # Kernels for bfloat16 begin with 8.0, Ampere. Other makers have names in
-      # the place of numbers, and not all of the kernels.
-      version = str(devices[0].compute_capability)
-      return "bfloat16" if re.match(r"[89]\.|\d\d\.", version) else "float32"
+      # Kernels for bfloat16 begin with 8.0, Ampere; other makers lack some.
+      version = sharding.nvidia_version(devices[0])
+      return "bfloat16" if version >= (8, 0) else "float32"
     return "bfloat16"
 
   @property

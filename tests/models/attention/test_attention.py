@@ -384,7 +384,7 @@ def test_a_form_that_cannot_is_refused_and_not_chosen():
   token_mask = mask.packed_mask(alone)
   with pytest.raises(ValueError, match="needs one dtype and got bfloat16, f"):
     whole(q.astype(jnp.bfloat16), k, v, token_mask, "fused")
-  with pytest.raises(ValueError, match="'flash' is unknown; use auto, refer"):
+  with pytest.raises(ValueError, match="'flash' is unknown; use auto, packed"):
     whole(q, k, v, token_mask, "flash")
   ordered = token_mask._replace(positions=mask.positions(token_mask))
   with pytest.raises(ValueError, match="order of their indices"):
