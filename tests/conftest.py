@@ -158,8 +158,11 @@ def pytest_collection_modifyitems(config, items):
   level = {"process": 2, "compiled": 1}
   highest = collections.Counter()
   for item in items:
-    marked = (level.get(mark.name, 0) for mark in item.iter_markers())
-    highest[item.path] = max(highest[item.path], *marked, 0)
+    marked = {mark.name for mark in item.iter_markers()}
+    own = max(map(level.get, marked & level.keys()), default=0)
+    # Slow tests of neither kind are whole runs, the longest of all.
+    own = own or 3 * ("slow" in marked)
+    highest[item.path] = max(highest[item.path], own)
   # At the end short ones are left, and all workers end together.
   items.sort(key=lambda item: -highest[item.path])
   if _SELECTED not in config.stash:
