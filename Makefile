@@ -1,6 +1,6 @@
 # Needs a Python 3.11, 3.12 or 3.13 and the network once; `make help` says more.
 
-.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs notebooks interop agents sglang reasoning bfcl openenv backends xm trackers wheels lock clean
+.PHONY: help setup train test test-slow test-all soak fuzz audit lint docs notebooks interop agents sglang reasoning bfcl openenv backends xm trackers gpu-programs wheels lock clean
 
 python = .venv/bin/python
 ARGS =
@@ -23,6 +23,7 @@ help:
 	@echo 'make backends  run engines and sweeps by Ray and Slurm, in one apart'
 	@echo 'make xm      run sweeps by XManager, in an environment apart'
 	@echo 'make trackers add the trackers to .venv, run their tests'
+	@echo 'make gpu-programs  compile for a GPU that is not there, with the plugin apart'
 	@echo 'make setup   make .venv; the commands above do so when needed'
 	@echo 'make audit   ask for known vulnerabilities of what is locked'
 	@echo 'make wheels  work with a wheel on each Python, with the oldest jax and the newest'
@@ -176,6 +177,18 @@ xm: .venv/ready .venv-xm/ready
 	  tests/rl/backends tests/launch/test_sweep.py tests/launch/test_xm.py \
 	  -k xm $(ARGS)
 
+# jax's plugin, 600 MB, and what assembles programs; nothing of it needs a GPU.
+.venv-cuda/ready: .venv/ready
+	@version=$$($(python) -c 'import jaxlib; print(jaxlib.__version__)') && \
+	  rm -rf .venv-cuda && $(python) -m pip install --no-input --quiet --no-deps \
+	  --target .venv-cuda "jax-cuda12-plugin==$$version" \
+	  "jax-cuda12-pjrt==$$version" nvidia-cuda-nvcc-cu12
+	@touch $@
+
+gpu-programs: .venv/ready .venv-cuda/ready
+	@PYTHONPATH=.venv-cuda $(python) -m pytest tests/claims/test_gpu_programs.py \
+	  $(ARGS)
+
 PYTHONS =
 wheels: .venv/ready
 	@$(python) -m scripts.try_wheel $(PYTHONS:%=--python=%) $(ARGS)
@@ -188,5 +201,5 @@ lock: .venv/ready
 	  --custom-compile-command 'make lock' $(ARGS)
 
 clean:
-	@rm -rf .venv .venv-audit .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .venv-backends .venv-xm .pytest_cache .ruff_cache build dist site *.egg-info
+	@rm -rf .venv .venv-audit .venv-interop .venv-agents .venv-verifiers .venv-sglang .venv-openenv .venv-backends .venv-xm .venv-cuda .pytest_cache .ruff_cache build dist site *.egg-info
 	@find . -name __pycache__ -prune -exec rm -rf {} +

@@ -13,20 +13,27 @@ plain copies (read and written), of the same device in the same process. Rows:
              as fit
   experts    FLOP/s of the experts' MLP, forward and backward, over those of one
              dense MLP of as many rows
+  attention  of the learner, forward and backward: time of the causal kernel of
+             cuDNN, which rows of one segment need, over that of each form
+  pages      attention of one id a row alone: bytes/s over those of the copy
   decode     least time of a step, which reads weights and caches once, over the
-             measured one: 1, 32, 64 and 512 rows of 2k and 32k tokens
+             measured one: 1, 32, 64 and 512 rows of 2k and 32k tokens; one row
+             goes with seven idle ones, as in the engine
   prefill    model FLOP/s of encoding one prompt over the matmul's
   publish    bytes/s of a publish of all weights over the copy's, and seconds
              for which decoding stood still over those of a step of all rows
 
 A row whose measurement fails, as when memory is not enough, has its `error` in
-the place of figures. `goal` is what an H200 should reach: `value` is at least
-that, and at most that for stalls and for the start. Writes
-benchmarks/results/accelerator.json; --tiny, small enough for a test on a CPU,
-prints it only.
+the place of figures. Large programs are compiled first, as many at a time as
+there are cores, since that takes most of the time. `goal` is what an H200
+should reach: `value` is at least that, and at most that for stalls and for the
+start. Writes benchmarks/results/accelerator.json; --tiny, small enough for a
+test on a CPU, prints it only.
 """
 
 import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -48,9 +55,11 @@ from absl import app
 from absl import flags as absl_flags
 
 from benchmarks import machine, train_step
+from launch.cli import jax_setup
 from models import config as model_config
+from models import kv_cache, sharding
 from models import policy as policy_lib
-from models import sharding
+from models.attention import attention, mask, paged
 from models.moe import grouped_matmul
 from models.moe import layer as moe_layer
 from rl.audit import event_log
@@ -64,6 +73,10 @@ _TINY = absl_flags.DEFINE_bool("tiny", False, "Small sizes; nothing is kept.")
 
 Row = dict[str, Any]
 
+_PAGE = 16
+_LEAST_ROWS = 8
+"""Of a dispatch of the engine."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -76,6 +89,9 @@ class Sizes:
     batch: rows and their length when training.
     experts: numbers of experts; each token goes to `chosen` of them.
     tokens, width, hidden: of the experts' MLP.
+    attended: rows, and their length, of attention when training.
+    paged: rows that attend to pages, and their contexts.
+    heads: of queries and of keys, and their width.
     served: the model that is published.
     decoded: models that decode and encode prompts, by name.
     rows, contexts: of decoding.
@@ -95,6 +111,9 @@ class Sizes:
   tokens: int
   width: int
   hidden: int
+  attended: tuple[int, int]
+  paged: Sequence[tuple[int, int]]
+  heads: tuple[int, int, int]
   served: model_config.ModelConfig
   decoded: Mapping[str, model_config.ModelConfig]
   rows: Sequence[int]
@@ -128,6 +147,9 @@ def large() -> Sizes:
     tokens=16_384,
     width=2048,
     hidden=768,
+    attended=(8, 2048),
+    paged=((1, 2048), (64, 2048), (512, 2048), (8, 32_768)),
+    heads=(16, 8, 128),
     served=dense,
     # Of the small ones the caches of many rows fit, too.
     decoded={
@@ -158,6 +180,9 @@ def tiny() -> Sizes:
     tokens=32,
     width=16,
     hidden=16,
+    attended=(2, 64),
+    paged=((2, 64),),
+    heads=(4, 2, 16),
     served=model,
     decoded={"dense": model},
     rows=(2,),
@@ -289,55 +314,176 @@ def experts(sizes: Sizes, number: int, repeats: int) -> Iterator[Row]:
   }
 
 
+def attend(sizes: Sizes, repeats: int) -> Iterator[Row]:
+  """Yields the speed of each form of attention over that without a mask."""
+  (rows, length), (heads, kv_heads, width) = sizes.attended, sizes.heads
+  keys = jax.random.split(jax.random.key(0), 4)
+  draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+  query, k, v, cotangent = (
+    draw(key, (rows, length, number, width))
+    for key, number in zip(
+      keys, (heads, kv_heads, kv_heads, heads), strict=True
+    )
+  )
+
+  def timed(attend: Callable[..., jax.Array], ids: jax.Array) -> float:
+    def both(query, k, v, cotangent, ids):
+      out, pull = jax.vjp(lambda *args: attend(*args, ids), query, k, v)
+      return out, pull(cotangent)
+
+    args = query, k, v, cotangent, ids
+    return seconds(functools.partial(jax.jit(both), *args), repeats)
+
+  cudnn = "cudnn" if jax.default_backend() == "gpu" else "xla"
+  order = jnp.arange(length, dtype=jnp.int32)
+  plain_s = timed(
+    lambda query, k, v, ids: jax.nn.dot_product_attention(
+      query, k, v, is_causal=True, implementation=cudnn
+    ),
+    order,
+  )
+  for segments in (1, 16):
+    ids = jnp.broadcast_to(order * segments // length + 1, (rows, length))
+    for form in ("fused", "triton", "blockwise", "packed"):
+
+      def ours(query, k, v, ids, form=form):
+        token_mask = mask.packed_mask(ids)
+        source = mask.KeyValues(k, v, token_mask)
+        return attention.attend(query, token_mask, [source], form=form)
+
+      took = timed(ours, ids)
+      case = f"{form}, {rows} rows of {length}, {segments} segments"
+      yield {"case": case, "value": plain_s / took, "attention_s": took}
+
+
+def pages(sizes: Sizes, copied: float, repeats: int) -> Iterator[Row]:
+  """Yields the share of the copy's bytes/s at which pages are attended to."""
+  heads, kv_heads, width = sizes.heads
+  draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+  for rows, context in sizes.paged:
+    keys = jax.random.split(jax.random.key(0), 3)
+    number = rows * context // _PAGE
+    cache = kv_cache.Cache(
+      *(draw(key, (kv_heads, 1, number, _PAGE, width)) for key in keys[:2])
+    )
+    order = np.random.default_rng(0).permutation(number).astype(np.int32)
+    tables = jnp.asarray(order.reshape(rows, -1))
+    last = jnp.full((rows, 1), context - 1, jnp.int32)
+
+    @jax.jit
+    def run(query, cache, tables, last):
+      # Eight times, as launching it takes time, too.
+      for _ in range(8):
+        query = paged.attend(query, last, cache, 0, tables)
+      return query
+
+    query = draw(keys[2], (rows, 1, heads, width))
+    took = seconds(lambda: run(query, cache, tables, last), repeats) / 8  # noqa: B023
+    rate = _nbytes(cache) / took
+    yield {
+      "case": f"{rows} rows of {context}",
+      "value": rate / copied,
+      "bytes_s": rate,
+    }
+
+
 def _layout() -> sharding.Layout:
   return placement.Placement(colocated=True).layouts()[1]
 
 
-def _weights(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
+def _draw(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
   policy = policy_lib.of(config)
-  draw = jax.jit(policy.init, out_shardings=layout.tree(policy.axes))
-  return draw(jax.random.key(0))
+  return jax.jit(policy.init, out_shardings=layout.tree(policy.axes))
 
 
-def _dispatch(
-  config: model_config.ModelConfig,
-  params: Any,
-  rows: int,
-  length: int,
-  chunk: int,
-  steps: int,
-  repeats: int,
-) -> float:
-  """Returns the seconds of a dispatch: `chunk` new ids a row, then `steps`."""
-  config = dataclasses.replace(config, max_length=length)
-  shapes = dispatch_shapes.DispatchShapes(
-    slots=rows,
-    row_buckets=(rows,),
-    chunk_buckets=(chunk,),
-    prefill_tokens=rows * chunk,
-    steps_per_dispatch=steps,
+def _weights(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
+  return _draw(config, layout)(jax.random.key(0))
+
+
+def _shapes(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
+  policy = policy_lib.of(config)
+  return jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    jax.eval_shape(policy.init, jax.random.key(0)),
+    layout.tree(policy.axes),
   )
-  runner = model_runner.ModelRunner(config, shapes, _layout(), bias_slots=0)
-  runner.allocate()
-  chunks = (rows, chunk) if chunk > 1 else (0, 1)
-  width = shapes.width(length)
-  plan = decode_step.empty_plan(rows, chunks, width, slots=rows)
-  first = length - chunk - steps + 1 if chunk == 1 else 0
-  columns = {
-    decode_step.SLOT: np.arange(rows),
-    decode_step.PAST: first,
-    decode_step.NEW: chunk,
-    decode_step.BUDGET: steps,
-    decode_step.STEPS: steps,
-  }
-  for column, value in columns.items():
-    plan.integers[:, column] = value
-  plan.tables[:] = np.arange(rows * width).reshape(rows, width)
-  try:
-    run = functools.partial(runner.advance, params, plan, chunks)
-    return seconds(run, repeats)
-  finally:
-    runner.free()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dispatch:
+  """A dispatch of rows of `length`: `chunk` new ids each, then `steps`."""
+
+  config: model_config.ModelConfig
+  rows: int
+  length: int
+  chunk: int
+  steps: int
+
+  @functools.cached_property
+  def _sizes(self) -> dispatch_shapes.DispatchShapes:
+    slots = self._shape[0]
+    return dispatch_shapes.DispatchShapes(
+      slots=slots,
+      pages=self.rows * -(-self.length // _PAGE),
+      page_size=_PAGE,
+      row_buckets=(slots,),
+      chunk_buckets=(self.chunk,),
+      prefill_tokens=slots * self.chunk,
+      steps_per_dispatch=self.steps,
+    )
+
+  @property
+  def _shape(self) -> model_runner.Shape:
+    rows = self.rows if self.chunk > 1 else max(self.rows, _LEAST_ROWS)
+    return rows, ((rows, self.chunk) if self.chunk > 1 else (0, 1))
+
+  def _runner(self) -> model_runner.ModelRunner:
+    config = dataclasses.replace(self.config, max_length=self.length)
+    return model_runner.ModelRunner(
+      config, self._sizes, _layout(), bias_slots=0
+    )
+
+  def lower(self) -> Any:
+    """Returns its lowered program."""
+    return self._runner().lower(_shapes(self.config, _layout()), self._shape)
+
+  def time(self, params: Any, repeats: int) -> float:
+    """Returns its seconds."""
+    runner, width = self._runner(), self._sizes.width(self.length)
+    plan = runner.idle_plan(self._shape)
+    first = self.length - self.chunk - self.steps + 1 if self.chunk == 1 else 0
+    columns = {
+      decode_step.SLOT: np.arange(self.rows),
+      decode_step.PAST: first,
+      decode_step.NEW: self.chunk,
+      decode_step.BUDGET: self.steps,
+    }
+    for column, value in columns.items():
+      plan.integers[: self.rows, column] = value
+    plan.integers[:, decode_step.STEPS] = self.steps
+    pages = np.arange(self.rows * width).reshape(self.rows, width)
+    plan.tables[: self.rows] = pages
+    runner.allocate()
+    try:
+      run = functools.partial(runner.advance, params, plan, self._shape[1])
+      return seconds(run, repeats)
+    finally:
+      runner.free()
+
+  @classmethod
+  def decoding(
+    cls, config: model_config.ModelConfig, rows: int, context: int
+  ) -> "Dispatch":
+    """Returns one in which all rows reach the end of their context."""
+    steps = min(8, context // 4)
+    return cls(config=config, rows=rows, length=context, chunk=1, steps=steps)
+
+  @classmethod
+  def encoding(
+    cls, config: model_config.ModelConfig, length: int
+  ) -> "Dispatch":
+    """Returns one that encodes a prompt and samples the token after it."""
+    return cls(config=config, rows=1, length=length, chunk=length - 1, steps=1)
 
 
 def _nbytes(tree: Any) -> int:
@@ -353,8 +499,9 @@ def decode(
   repeats: int,
 ) -> Iterator[Row]:
   """Yields the least seconds of a step over the measured ones."""
-  params, steps = _weights(config, _layout()), min(8, context // 4)
-  took = _dispatch(config, params, rows, context, 1, steps, repeats) / steps
+  params = _weights(config, _layout())
+  dispatch = Dispatch.decoding(config, rows, context)
+  took = dispatch.time(params, repeats) / dispatch.steps
   item = jnp.dtype(config.dtype).itemsize
   token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
   weights = _nbytes(params)
@@ -378,7 +525,7 @@ def prefill(
 ) -> Iterator[Row]:
   """Yields the share of the matmul's FLOP/s that encoding a prompt reaches."""
   params = _weights(config, _layout())
-  took = _dispatch(config, params, 1, length, length - 1, 1, repeats)
+  took = Dispatch.encoding(config, length).time(params, repeats)
   # A third of a train step: forward alone.
   flops = train_step.flops_a_token(config, length) / 3 * length
   yield {
@@ -508,6 +655,45 @@ def _rows(
   return found
 
 
+def compile_ahead(sizes: Sizes, only: str) -> None:
+  """Compiles the larger programs of the rows, into the cache of programs."""
+  lower: list[Callable[[], Sequence[Any]]] = []
+  for name, model in sizes.train.items():
+    if only in "train":
+      lower.append(functools.partial(_lowered_steps, name, model, sizes))
+  for model in sizes.decoded.values():
+    dispatches = []
+    if only in "decode":
+      dispatches += [
+        Dispatch.decoding(model, rows, context)
+        for context in sizes.contexts
+        for rows in sizes.rows
+      ]
+    if only in "prefill":
+      dispatches += [Dispatch.encoding(model, size) for size in sizes.prompts]
+    draw = _draw(model, _layout())
+    if dispatches:
+      lower.append(lambda draw=draw: [draw.lower(jax.random.key(0))])
+    lower += [lambda one=one: [one.lower()] for one in dispatches]
+
+  def compile_one(lower: Callable[[], Sequence[Any]]) -> None:
+    # What cannot be compiled says so when it is measured.
+    with contextlib.suppress(Exception):
+      for lowered in lower():
+        lowered.compile()
+
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    list(pool.map(compile_one, lower))
+
+
+def _lowered_steps(
+  name: str, model: model_config.ModelConfig, sizes: Sizes
+) -> Sequence[Any]:
+  work = train_step.fitting(name, model, *sizes.batch)
+  work = train_step.with_remat(work, work.remats[0])
+  return train_step.programs_of(work).lower(train_step.packed(work))
+
+
 def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
   """Returns the yardsticks and the rows whose name holds `only`."""
   part = functools.partial
@@ -516,6 +702,9 @@ def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
     one = "--config.placement.colocated=true"
     rows += _rows("start", 8.0, part(start, sizes))
     rows += _rows("one_device", 8.0, part(start, sizes, one))
+  began = time.monotonic()
+  compile_ahead(sizes, only)
+  print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
   config = sizes.served
   matmul = train_step.matmul_rate(
     config.dtype, sizes.products, sizes.product_flops
@@ -530,6 +719,8 @@ def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
       ("experts", 0.5, part(experts, sizes, number, repeats))
       for number in sizes.experts
     ),
+    ("attention", None, part(attend, sizes, repeats)),
+    ("pages", None, part(pages, sizes, copied, repeats)),
     ("publish", None, part(publish, sizes, copied, repeats)),
   ]
   for name, model in sizes.decoded.items():
@@ -554,6 +745,7 @@ def main(argv: list[str]) -> None:
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
   only = train_step.ONLY.value
   sizes = tiny() if _TINY.value else large()
+  jax_setup.keep_compiled()
   result = measure(sizes, train_step.REPEATS.value, only)
   print(json.dumps({"machine": machine.describe(), **result}))
   if not (_TINY.value or only):

@@ -159,7 +159,10 @@ def matmul_rate(dtype: str, sizes: Sequence[int], flops: float) -> float:
   best = 0.0
   product = jax.jit(jnp.matmul)
   for size in sizes:
-    x = jnp.ones((size, size), dtype)
+    # Of noise, as accelerators multiply equal numbers faster, and with a
+    # spectral radius of 1, so that products neither vanish nor overflow.
+    noise = np.random.default_rng(0).normal(scale=size**-0.5, size=(size, size))
+    x = jnp.asarray(noise, dtype)
     jax.block_until_ready(product(x, x))
     count = max(1, int(flops) // (2 * size**3))
     for _ in range(3):
@@ -191,12 +194,15 @@ def packed(work: Workload) -> batch.Batch:
   )
 
 
+def programs_of(work: Workload) -> learner.Learner:
+  """Returns the programs of a workload, on one device."""
+  layout, _ = placement.Placement(colocated=True).layouts()
+  return learner.Learner(work.config, layout, _OBJECTIVE, optimizers.AdamW()())
+
+
 def _ours(work: Workload) -> Callable[[], float]:
   """Returns a function that does a step and gives its loss."""
-  layout, _ = placement.Placement(colocated=True).layouts()
-  programs = learner.Learner(
-    work.config, layout, _OBJECTIVE, optimizers.AdamW()()
-  )
+  programs = programs_of(work)
   state = programs.init(jax.random.key(0))
   placed = programs.place(packed(work))
 
@@ -248,16 +254,19 @@ def _compare(work: Workload) -> dict[str, list[tuple[float, float]]]:
   return seconds
 
 
+def with_remat(work: Workload, remat: str) -> Workload:
+  """Returns the workload with a policy for remat."""
+  compute = dataclasses.replace(work.config.compute, remat=remat)
+  config = dataclasses.replace(work.config, compute=compute)
+  return dataclasses.replace(work, config=config)
+
+
 def _first_that_fits(
   work: Workload,
 ) -> tuple[Workload, dict[str, list[tuple[float, float]]]]:
   """Returns what `_compare` does, with the policy for remat that it took."""
-  compute = work.config.compute
   for remat in work.remats:
-    config = dataclasses.replace(
-      work.config, compute=dataclasses.replace(compute, remat=remat)
-    )
-    tried = dataclasses.replace(work, config=config)
+    tried = with_remat(work, remat)
     try:
       return tried, _compare(tried)
     except jax.errors.JaxRuntimeError as error:

@@ -160,8 +160,9 @@ def pytest_collection_modifyitems(config, items):
   for item in items:
     marked = {mark.name for mark in item.iter_markers()}
     own = max(map(level.get, marked & level.keys()), default=0)
-    # Slow tests of neither kind are whole runs, the longest of all.
-    own = own or 3 * ("slow" in marked)
+    if "slow" in marked and "compiled" not in marked:
+      # Whole runs, and processes that are waited for, are the longest of all.
+      own = 3
     highest[item.path] = max(highest[item.path], own)
   # At the end short ones are left, and all workers end together.
   items.sort(key=lambda item: -highest[item.path])

@@ -14,6 +14,8 @@ ROWS = {
   "one_device",
   "train",
   "experts",
+  "attention",
+  "pages",
   "decode",
   "prefill",
   "publish",

@@ -228,6 +228,7 @@ def product_triton(
     out_specs=pl.BlockSpec((None, rows, outer), lambda n, o: (n, 0, o)),
     interpret=interpret,
     compiler_params=_triton_params(rows * outer),
+    name="grouped_product",
   )
   return call(owner, starts, blocks, weights, *scales)[..., :out]
 
@@ -244,6 +245,10 @@ def outer_triton(
   del owner
   shape = (len(starts) - 1, blocks.shape[2], dy.shape[2])
   blocks, dy = _pad(blocks, 2), _pad(dy, 2)
+  # Halves of large blocks: as deep as the tiles of a product.
+  depth = min(blocks.shape[1], _TRITON_DEPTH)
+  starts = starts * (blocks.shape[1] // depth)
+  blocks, dy = (x.reshape(-1, depth, x.shape[2]) for x in (blocks, dy))
   width, out = blocks.shape[2], dy.shape[2]
   inner = _tile_triton(width, _TRITON_TILE)
   outer = _tile_triton(out, _TRITON_TILE)
@@ -266,7 +271,8 @@ def outer_triton(
     in_specs=[pl.BlockSpec()] * 3,
     out_specs=pl.BlockSpec((None, inner, outer), lambda e, d, f: (e, d, f)),
     interpret=interpret,
-    compiler_params=_triton_params(inner * outer),
+    compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+    name="grouped_outer",
   )
   return call(starts, blocks, dy)[:, : shape[1], : shape[2]]
 

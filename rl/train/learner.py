@@ -302,6 +302,37 @@ class Learner:
     """Returns the batch on the mesh."""
     return jax.device_put(batch, self._layout.sharding("batch", "length"))
 
+  def lower(self, batch: batch_lib.Batch) -> tuple[Any, Any]:
+    """Returns the lowered programs of a batch's gradient and of an update.
+
+    Nothing is on a device for them.
+    """
+    state = self.abstract
+    trainable, frozen = train_state.split(state.params, state.critic)
+
+    def placed(shape, sharding, dtype=None):
+      dtype = dtype or shape.dtype
+      return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=sharding)
+
+    rows, whole = (
+      self._layout.sharding("batch", "length"),
+      self._layout.sharding(),
+    )
+    batch = jax.tree.map(lambda x: placed(x, rows), batch)
+    total: Any = Accumulator(
+      jax.tree.map(lambda x: placed(x, x.sharding, jnp.float32), trainable),
+      jax.tree.map(lambda x: placed(x, whole), jax.eval_shape(self._nothing)),
+    )
+    divisor = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+    # Where they lie during the update.
+    opt_state, updates, master = jax.tree.map(
+      placed, tuple(state[1:4]), tuple(self._placed[1:4])
+    )
+    add = self._add.lower(trainable, frozen, total, batch)
+    return add, self._apply.lower(
+      trainable, total.grads, opt_state, updates, master, total.sums, divisor
+    )
+
   def score(
     self, params: definition.Params, batch: batch_lib.Batch
   ) -> Float32[Array, "B L"]:

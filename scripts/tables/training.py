@@ -172,6 +172,29 @@ def checkpoints(result: Mapping[str, Any]) -> cells.Rows:
     )
 
 
+def accelerator_first(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields what was seen of whole programs in the first minutes on a GPU."""
+  yield "row", "of", "measured", "share of the matmul's FLOP/s"
+  for row in result["rows"]:
+    share = "" if row["share"] is None else f"{row['share']:.2f}"
+    yield row["name"], row["case"], row["figure"], share
+
+
+def accelerator_first_attention(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields the forms of attention beside cuDNN's without a mask."""
+  yield "attention, forward and backward", "time", "of the first"
+  first, *_ = rows = result["attention"]
+  for row in rows:
+    yield row["form"], f"{row['ms']:.1f} ms", f"{row['ms'] / first['ms']:.1f}x"
+
+
+def accelerator_first_experts(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields the rates of the experts' products."""
+  yield "experts", "TFLOP/s"
+  for row in result["experts"]:
+    yield row["case"], f"{row['tflops']:.0f}"
+
+
 TABLES: cells.Tables = (
   moe,
   moe_dense,
@@ -184,4 +207,7 @@ TABLES: cells.Tables = (
   fill,
   attention,
   checkpoints,
+  accelerator_first,
+  accelerator_first_attention,
+  accelerator_first_experts,
 )

@@ -122,30 +122,50 @@ class ModelRunner:
 
   def allocate(self) -> None:
     """Makes an empty cache."""
-    config, page_size = self._config, self._shapes.page_size
-    num_pages = self._shapes.num_pages(config.max_length)
-
-    def cache():
-      return policy_lib.of(config).module.init_cache(num_pages, page_size)
-
-    def rest():
-      biases = jnp.zeros((self._bias_slots + 1, config.vocab_size))
-      history = config.max_length if self._num_drafts else 0
-      return decode_step.init_carry(self._shapes.slots, history), biases
-
-    self._cache = jax.jit(cache, out_shardings=self._pages)()
-    self._carry, self._biases = jax.jit(rest, out_shardings=self._whole)()
+    self._cache = jax.jit(self._no_tokens, out_shardings=self._pages)()
+    rest = jax.jit(self._no_requests, out_shardings=self._whole)()
+    self._carry, self._biases = rest
 
   def free(self) -> None:
     """Frees the cache and all else that it holds on the devices."""
     self._cache = self._carry = self._biases = None
 
+  def idle_plan(self, shape: Shape) -> decode_step.DispatchPlan:
+    """Returns a plan of idle rows."""
+    width = self._shapes.width(self._config.max_length)
+    return decode_step.empty_plan(*shape, width, slots=self._shapes.slots)
+
   def warm_up(self, params: definition.Params, shape: Shape) -> None:
     """Compiles one shape, by a dispatch of idle rows."""
-    rows, chunks = shape
-    width = self._shapes.width(self._config.max_length)
-    plan = decode_step.empty_plan(rows, chunks, width, slots=self._shapes.slots)
-    self.advance(params, plan, chunks)
+    self.advance(params, self.idle_plan(shape), shape[1])
+
+  def lower(self, params: definition.Params, shape: Shape) -> Any:
+    """Returns the lowered program of a shape; nothing is on a device for it.
+
+    Args:
+      params: or their shapes and shardings.
+    """
+    cache, (carry, biases) = (
+      jax.tree.map(
+        lambda x, place=place: jax.ShapeDtypeStruct(
+          x.shape, x.dtype, sharding=place
+        ),
+        jax.eval_shape(empty),
+      )
+      for empty, place in (
+        (self._no_tokens, self._pages),
+        (self._no_requests, self._whole),
+      )
+    )
+    return self._programs[shape[1]].lower(
+      params,
+      cache,
+      carry,
+      biases,
+      self.idle_plan(shape),
+      top_logprobs=0,
+      num_drafts=self._drafts(shape[0]),
+    )
 
   def warm_up_rest(self) -> None:
     """Compiles the programs beside the dispatches."""
@@ -183,9 +203,22 @@ class ModelRunner:
         self._biases,
         plan,
         top_logprobs=top_logprobs,
-        num_drafts=self._num_drafts if plan.rows <= self._draft_rows else 0,
+        num_drafts=self._drafts(plan.rows),
       )
     return jax.device_get(sampled)
+
+  def _no_tokens(self) -> Any:
+    pages = self._shapes.num_pages(self._config.max_length)
+    policy = policy_lib.of(self._config).module
+    return policy.init_cache(pages, self._shapes.page_size)
+
+  def _no_requests(self) -> tuple[decode_step.Carry, Array]:
+    biases = jnp.zeros((self._bias_slots + 1, self._config.vocab_size))
+    history = self._config.max_length if self._num_drafts else 0
+    return decode_step.init_carry(self._shapes.slots, history), biases
+
+  def _drafts(self, rows: int) -> int:
+    return self._num_drafts if rows <= self._draft_rows else 0
 
   def copy(self, copies: Sequence[tuple[int, int]]) -> None:
     """Copies pages, as if one after the other."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import quantize
-from models.moe import grouped_matmul
+from models.moe import grouped_matmul, grouped_matmul_pallas
 from models.moe import layer as moe_layer
 from tests.helpers import absent_devices, triton_modules
 
@@ -263,3 +263,16 @@ def test_the_work_of_the_loop_does_not_grow_with_the_number_of_experts():
 
   # 4,096 assignments, evenly spread, fill 4,096 slots in either case.
   assert slots_in_use(8) == slots_in_use(128) == 4096
+
+
+def test_gradients_of_weights_are_summed_over_whole_blocks():
+  # Two blocks of 128 rows for the first expert, none for the next, then one.
+  starts = jnp.array([0, 2, 2, 3], jnp.int32)
+  owner = jnp.array([0, 0, 2], jnp.int32)
+  blocks, dy = noise(1, 3, 128, 32), noise(2, 3, 128, 16)
+  found = grouped_matmul_pallas.outer_triton(
+    blocks, dy, owner, starts, interpret=True
+  )
+  each = np.einsum("nbd,nbf->ndf", blocks, dy)
+  expected = [each[:2].sum(0), np.zeros((32, 16)), each[2]]
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)

@@ -114,6 +114,23 @@ def fresh(programs, params):
   return programs.wrap(jax.device_put(params, params_shardings(programs)))
 
 
+def test_programs_are_lowered_as_they_run_and_without_a_state(
+  programs, config, params, packed
+):
+  gradient, update = build(config).lower(packed)
+  state, total = fresh(programs, params), None
+  total = programs.accumulate(state.params, total, packed)
+  trainable, frozen = train_state.split(state.params, state.critic)
+  placed = programs.place(packed)
+  real = programs._add.lower(trainable, frozen, total, placed)
+  assert gradient.as_text() == real.as_text()
+  divisor = jax.device_put(np.float32(0), programs._layout.sharding())
+  real = programs._apply.lower(
+    trainable, total.grads, *state[1:4], total.sums, divisor
+  )
+  assert update.as_text() == real.as_text()
+
+
 def only_row(data, row):
   """The same shape, in which all rows but one are padding."""
   rest = batch.empty(*data.tokens.shape)

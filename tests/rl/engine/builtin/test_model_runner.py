@@ -72,6 +72,33 @@ def test_compilations_are_those_of_this_engine(
   assert fresh.compilations == 4
 
 
+@pytest.mark.parametrize("chunks", [(0, 1), (2, 2)])
+def test_a_program_is_lowered_as_it_runs_and_without_a_cache(
+  fresh, dense_config, dense_params, one_device, chunks
+):
+  other = model_runner.ModelRunner(
+    dense_config, SHAPES, one_device, bias_slots=1
+  )
+  axes = policy_lib.of(dense_config).axes
+  params = jax.device_put(dense_params, one_device.tree(axes))
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    params,
+  )
+  lowered = other.lower(shapes, (2, chunks))
+  assert other.compilations == 0
+  real = fresh._programs[chunks].lower(
+    params,
+    fresh._cache,
+    fresh._carry,
+    fresh._biases,
+    fresh.idle_plan((2, chunks)),
+    top_logprobs=0,
+    num_drafts=0,
+  )
+  assert lowered.as_text() == real.as_text()
+
+
 def test_a_mask_forbids_what_has_no_bit(fresh):
   # Ids 0, 9 and 17; one mask more than a program writes, and row 1 stays.
   mask = np.packbits(np.isin(np.arange(24), [0, 9, 17]), bitorder="little")
