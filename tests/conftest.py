@@ -159,7 +159,7 @@ def pytest_collection_modifyitems(config, items):
   highest = collections.Counter()
   for item in items:
     marked = {mark.name for mark in item.iter_markers()}
-    own = max(map(level.get, marked & level.keys()), default=0)
+    own = max((level.get(name, 0) for name in marked), default=0)
     if "slow" in marked and "compiled" not in marked:
       # Whole runs, and processes that are waited for, are the longest of all.
       own = 3

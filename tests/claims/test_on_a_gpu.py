@@ -123,6 +123,39 @@ def test_pages_are_attended_to_as_in_float64(groups, width, chunk):
   assert error(found, expected) < 0.01
 
 
+def test_pages_behind_2_to_the_32_bytes():
+  kv_heads, layers, pages, page_size, width = 8, 28, 20_000, 16, 128
+  num_bytes = 4 * kv_heads * layers * pages * page_size * width
+  stats = jax.devices()[0].memory_stats() or {}
+  if stats.get("bytes_limit", 0) < 1.2 * num_bytes:
+    pytest.skip(f"needs {num_bytes / 1e9:.0f} GB")
+  shape = kv_heads, layers, pages, page_size, width
+  cache = jax.jit(
+    lambda: kv_cache.Cache(*(jnp.full(shape, 3.0, jnp.bfloat16),) * 2)
+  )()
+  length, layer = 200, jnp.int32(layers - 1)
+  tables = jnp.arange(pages - 13, pages, dtype=jnp.int32)[None]
+  k, v = (noise(i, length, kv_heads, width) for i in range(2))
+  at = kv_cache.addresses(
+    cache,
+    tables,
+    jnp.zeros(length, jnp.int32),
+    jnp.arange(length, dtype=jnp.int32),
+  )
+  write = jax.jit(kv_cache.write, donate_argnums=0)
+  cache = write(cache, layer, at, k, v)
+  keys, values = (np.asarray(x, np.float64) for x in (k, v))
+  for chunk in (1, 8):
+    query = noise(3, 1, chunk, 2 * kv_heads, width)
+    positions = jnp.arange(length - chunk, length, dtype=jnp.int32)[None]
+    found = jax.jit(paged.attend)(query, positions, cache, layer, tables)
+    expected = [
+      attended(np.asarray(q, np.float64), keys[: end + 1], values[: end + 1])
+      for q, end in zip(query[0], positions[0].tolist(), strict=True)
+    ]
+    assert error(found[0], np.array(expected)) < 0.01
+
+
 PACKED = {
   "few": np.repeat([[1, 2, 3, 0], [1, 1, 2, 2]], LENGTH // 4, 1),
   "uneven": np.sort(np.random.default_rng(0).integers(1, 9, (2, LENGTH)), 1),
