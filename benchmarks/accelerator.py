@@ -314,19 +314,22 @@ def experts(sizes: Sizes, number: int, repeats: int) -> Iterator[Row]:
   }
 
 
-def attend(sizes: Sizes, repeats: int) -> Iterator[Row]:
-  """Yields the speed of each form of attention over that without a mask."""
+def attend(
+  sizes: Sizes, form: str, segments: int, repeats: int
+) -> Iterator[Row]:
+  """Yields the speed of a form of attention over that without a mask."""
   (rows, length), (heads, kv_heads, width) = sizes.attended, sizes.heads
   keys = jax.random.split(jax.random.key(0), 4)
   draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+  numbers = heads, kv_heads, kv_heads, heads
   query, k, v, cotangent = (
     draw(key, (rows, length, number, width))
-    for key, number in zip(
-      keys, (heads, kv_heads, kv_heads, heads), strict=True
-    )
+    for key, number in zip(keys, numbers, strict=True)
   )
+  order = jnp.arange(length, dtype=jnp.int32)
+  ids = jnp.broadcast_to(order * segments // length + 1, (rows, length))
 
-  def timed(attend: Callable[..., jax.Array], ids: jax.Array) -> float:
+  def timed(attend: Callable[..., jax.Array]) -> float:
     def both(query, k, v, cotangent, ids):
       out, pull = jax.vjp(lambda *args: attend(*args, ids), query, k, v)
       return out, pull(cotangent)
@@ -334,57 +337,56 @@ def attend(sizes: Sizes, repeats: int) -> Iterator[Row]:
     args = query, k, v, cotangent, ids
     return seconds(functools.partial(jax.jit(both), *args), repeats)
 
+  def ours(query, k, v, ids):
+    token_mask = mask.packed_mask(ids)
+    source = mask.KeyValues(k, v, token_mask)
+    return attention.attend(query, token_mask, [source], form=form)
+
   cudnn = "cudnn" if jax.default_backend() == "gpu" else "xla"
-  order = jnp.arange(length, dtype=jnp.int32)
   plain_s = timed(
     lambda query, k, v, ids: jax.nn.dot_product_attention(
       query, k, v, is_causal=True, implementation=cudnn
-    ),
-    order,
+    )
   )
-  for segments in (1, 16):
-    ids = jnp.broadcast_to(order * segments // length + 1, (rows, length))
-    for form in ("fused", "triton", "blockwise", "packed"):
-
-      def ours(query, k, v, ids, form=form):
-        token_mask = mask.packed_mask(ids)
-        source = mask.KeyValues(k, v, token_mask)
-        return attention.attend(query, token_mask, [source], form=form)
-
-      took = timed(ours, ids)
-      case = f"{form}, {rows} rows of {length}, {segments} segments"
-      yield {"case": case, "value": plain_s / took, "attention_s": took}
+  took = timed(ours)
+  yield {
+    "case": f"{form}, {rows} rows of {length}, {segments} segments",
+    "value": plain_s / took,
+    "attention_s": took,
+  }
 
 
-def pages(sizes: Sizes, copied: float, repeats: int) -> Iterator[Row]:
+def pages(
+  sizes: Sizes, rows: int, context: int, copied: float, repeats: int
+) -> Iterator[Row]:
   """Yields the share of the copy's bytes/s at which pages are attended to."""
   heads, kv_heads, width = sizes.heads
   draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-  for rows, context in sizes.paged:
-    keys = jax.random.split(jax.random.key(0), 3)
-    number = rows * context // _PAGE
-    cache = kv_cache.Cache(
-      *(draw(key, (kv_heads, 1, number, _PAGE, width)) for key in keys[:2])
-    )
-    order = np.random.default_rng(0).permutation(number).astype(np.int32)
-    tables = jnp.asarray(order.reshape(rows, -1))
-    last = jnp.full((rows, 1), context - 1, jnp.int32)
+  keys = jax.random.split(jax.random.key(0), 3)
+  number = rows * context // _PAGE
+  one_layer = 4 * kv_heads * rows * context * width
+  # Each call reads another layer, and all of them no cache of the device holds.
+  layers = max(8, min(64, sizes.copied // 4 // one_layer))
+  shape = kv_heads, layers, number, _PAGE, width
+  cache = kv_cache.Cache(*(draw(key, shape) for key in keys[:2]))
+  order = np.random.default_rng(0).permutation(number).astype(np.int32)
+  tables = jnp.asarray(order.reshape(rows, -1))
+  last = jnp.full((rows, 1), context - 1, jnp.int32)
 
-    @jax.jit
-    def run(query, cache, tables, last):
-      # Eight times, as launching it takes time, too.
-      for _ in range(8):
-        query = paged.attend(query, last, cache, 0, tables)
-      return query
+  @jax.jit
+  def run(query, cache, tables, last):
+    # One after the other, as launching one takes time, too.
+    for layer in range(layers):
+      query = paged.attend(query, last, cache, layer, tables)
+    return query
 
-    query = draw(keys[2], (rows, 1, heads, width))
-    took = seconds(lambda: run(query, cache, tables, last), repeats) / 8  # noqa: B023
-    rate = _nbytes(cache) / took
-    yield {
-      "case": f"{rows} rows of {context}",
-      "value": rate / copied,
-      "bytes_s": rate,
-    }
+  query = draw(keys[2], (rows, 1, heads, width))
+  took = seconds(lambda: run(query, cache, tables, last), repeats) / layers
+  yield {
+    "case": f"{rows} rows of {context}",
+    "value": one_layer / took / copied,
+    "bytes_s": one_layer / took,
+  }
 
 
 def _layout() -> sharding.Layout:
@@ -526,8 +528,9 @@ def prefill(
   """Yields the share of the matmul's FLOP/s that encoding a prompt reaches."""
   params = _weights(config, _layout())
   took = Dispatch.encoding(config, length).time(params, repeats)
-  # A third of a train step: forward alone.
+  # A third of a train step: forward alone, and logits of the last token only.
   flops = train_step.flops_a_token(config, length) / 3 * length
+  flops -= 2.0 * config.vocab_size * config.d_model * (length - 1)
   yield {
     "case": f"{name}, 1 prompt of {length}",
     "value": flops / took / matmul,
@@ -698,10 +701,10 @@ def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
   """Returns the yardsticks and the rows whose name holds `only`."""
   part = functools.partial
   rows = []
-  if only in "start":
-    one = "--config.placement.colocated=true"
-    rows += _rows("start", 8.0, part(start, sizes))
-    rows += _rows("one_device", 8.0, part(start, sizes, one))
+  one = "--config.placement.colocated=true"
+  for name, more in (("start", ()), ("one_device", (one,))):
+    if only in name:
+      rows += _rows(name, 8.0, part(start, sizes, *more))
   began = time.monotonic()
   compile_ahead(sizes, only)
   print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
@@ -719,8 +722,15 @@ def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
       ("experts", 0.5, part(experts, sizes, number, repeats))
       for number in sizes.experts
     ),
-    ("attention", None, part(attend, sizes, repeats)),
-    ("pages", None, part(pages, sizes, copied, repeats)),
+    *(
+      ("attention", None, part(attend, sizes, form, segments, repeats))
+      for segments in (1, 16)
+      for form in ("fused", "triton", "blockwise", "packed")
+    ),
+    *(
+      ("pages", None, part(pages, sizes, *shape, copied, repeats))
+      for shape in sizes.paged
+    ),
     ("publish", None, part(publish, sizes, copied, repeats)),
   ]
   for name, model in sizes.decoded.items():

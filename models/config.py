@@ -39,9 +39,9 @@ class Compute:
       case. Accelerators multiply float32 matrices in fewer bits unless jax is
       told otherwise: JAX_DEFAULT_MATMUL_PRECISION=highest.
     attention: form of `attention.attend`; "auto" goes by platform and shape.
-      "packed" does too, but on NVIDIA's GPUs from 9.0 on, as H100, rows of up
-      to 16 segments need no mask, which takes less than half the time; it has
-      not been tested there as a whole. "fused", "triton" and "splash" are for
+      "packed" does too, but on NVIDIA's GPUs from 9.0 on, as H100, a device's
+      rows need no mask if each has 16 segments at most; it compiles for them,
+      and has not been run. "fused", "triton" and "splash" are for
       whole rows: on top of a cache, and so when decoding, all of these mean
       "auto".
     attention_block: queries and keys of a tile of the blockwise form.

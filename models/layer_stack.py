@@ -83,6 +83,54 @@ def single_module(module: _M) -> _M:
   return _with_axes(module, lambda axes: axes[1:])
 
 
+class ExpertsInPlace:
+  """Experts of scanned layers, read where they lie in the stack.
+
+  A loop over the stack would copy all experts of a layer, of which a step of
+  decoding reads few; XLA does not read a slice in a kernel or a gather. So the
+  loop has the others alone, and experts are chosen among those of all layers.
+
+  Attributes:
+    others: the parameters without experts, for the loop.
+  """
+
+  def __init__(self, params: definition.Params, axes: Any, start: int):
+    """Takes the experts out.
+
+    Args:
+      params: of a run of layers, stacked.
+      axes: logical axes of one layer.
+      start: index of the first layer.
+    """
+    names, self._tree = jax.tree.flatten(axes, is_leaf=sharding.is_axes)
+    # Matrices in 8 bits are nodes of several arrays.
+    nodes = self._tree.flatten_up_to(params)
+    self._start, self._num_experts = start, 0
+    self._whole: list[Any] = [None] * len(nodes)
+    for place, (of, node) in enumerate(zip(names, nodes, strict=True)):
+      if "experts" in of:
+        self._num_experts = node.shape[1]
+        self._whole[place] = jax.tree.map(
+          lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), node
+        )
+    self.others = [
+      node
+      for node, whole in zip(nodes, self._whole, strict=True)
+      if whole is None
+    ]
+
+  def join(self, others: list[Any]) -> definition.Params:
+    """Returns the parameters of one layer, with the experts of all."""
+    rest = iter(others)
+    return self._tree.unflatten(
+      [next(rest) if whole is None else whole for whole in self._whole]
+    )
+
+  def first(self, layer: jax.Array) -> jax.Array:
+    """Returns where the experts of a layer begin."""
+    return (layer - self._start) * self._num_experts
+
+
 def _with_axes(module: _M, change: Callable[[tuple], tuple]) -> _M:
   copy = nnx.clone(module)
   for _, param in nnx.to_flat_state(nnx.state(copy)):

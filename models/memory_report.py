@@ -15,7 +15,7 @@ import numpy as np
 from models import config as config_lib
 from models import kv_cache, layer_stack, lora, sharding
 from models import policy as policy_lib
-from models.attention import backend, paged
+from models.attention import backend, packed, paged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,6 +189,9 @@ def activation_bytes(
     scores = length * config.num_heads / layout.size("heads")
   itemsize = np.dtype(config.dtype).itemsize
   inside, kept = 0.0, 0.0
+  if compute.attention == "packed" and platform == "gpu":
+    # Statistics of the softmax of every run.
+    scores += packed.MAX_RUNS / 2 * config.num_heads / layout.size("heads")
   for index in range(config.num_layers):
     sparse = config.is_sparse(index)
     everything, dots = _widths(config, layout, sparse)

@@ -86,11 +86,13 @@ class Block(nnx.Module):
     attend: Callable[[attention.Attention, Array], Array],
     chosen: Int[Array, "B L k"] | None,
     layout: sharding.Layout | None,
+    first: Int32[Array, ""] | None,
   ) -> tuple[Float[Array, "B L D"], tuple[moe_layer.Aux, Array] | None]:
     """Returns the residual stream, and what the router did if there is one.
 
     Args:
       attend: (attention, its input) -> mixed values.
+      first: of the experts; see `moe.layer.Moe`.
     """
     place = functools.partial(sharding.constrain, layout)
     normed = self._norm(x, self.attention_norm)
@@ -102,7 +104,7 @@ class Block(nnx.Module):
     flat, counts, chosen = jax.tree.map(
       lambda leaf: _flat(layout, leaf), (normed, copies, chosen)
     )
-    y, aux, took = self.moe(flat, counts, layout, chosen)
+    y, aux, took = self.moe(flat, counts, layout, chosen, first)
     y, took = (_unflat(layout, leaf, x.shape[:2]) for leaf in (y, took))
     return place(x + y, "batch", "length", None), (aux, took)
 
@@ -247,9 +249,11 @@ class Transformer(lora.Adapted):
     """
     config = self.config
 
-    def apply(graphdef, axes, carry, layer):
+    def apply(graphdef, axes, stacked, carry, layer):
       (x, cache), (index, params, chosen) = carry, layer
-      x = checkpoint_name(x, _INPUT)
+      x, first = checkpoint_name(x, _INPUT), None
+      if stacked is not None:
+        params, first = stacked.join(params), stacked.first(index)
 
       def mix(module, normed):
         nonlocal cache
@@ -257,7 +261,7 @@ class Transformer(lora.Adapted):
         return mixed
 
       block = nnx.merge(graphdef, sharding.gathered(layout, params, axes))
-      x, routed = block(x, copies, mix, chosen, layout)
+      x, routed = block(x, copies, mix, chosen, layout, first)
       return (x, cache), routed
 
     x = lora.lookup(self._outside(layout), "embed", tokens, config.dtype)
@@ -274,7 +278,14 @@ class Transformer(lora.Adapted):
         block = layer_stack.single_module(block)
       graphdef, state = nnx.split(block)
       params, axes = nnx.to_pure_dict(state), sharding.axes_of(block)
-      step = remat(functools.partial(apply, graphdef, axes))
+      stacked = None
+      # Training has a gradient for each layer, and devices that share experts
+      # exchange tokens for their own.
+      alone = layout is None or layout.mesh.size == 1
+      if config.scans_layers and cache is not None and alone:
+        stacked = layer_stack.ExpertsInPlace(params, axes, layers.start)
+        params = stacked.others
+      step = remat(functools.partial(apply, graphdef, axes, stacked))
       if config.scans_layers:
         order = jnp.arange(layers.start, layers.stop, dtype=jnp.int32)
         carry, some = jax.lax.scan(step, carry, (order, params, chosen))

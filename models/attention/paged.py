@@ -2,7 +2,7 @@
 
   a tile of a few pages of every row -> scores -> running softmax -> next tile
 
-or a kernel of jax, where the platform has one for the case (`paged_kernels`).
+or a kernel, where the platform has one for the case (`paged_kernels`).
 
 A query sees the keys of its row up to its own position. Pages are read through
 the table a tile at a time, up to the last that some query sees: memory and

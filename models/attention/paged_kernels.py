@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int32
 from models import kv_cache
 from models.attention import backend
 
+_WIDEST = 256
+"""Head that a GPU's kernel has room for."""
 _TPU_BLOCK = 512
 """Positions that a program of the kernel reads at once."""
 _MAX_TABLE = 2**17
@@ -50,6 +52,8 @@ def refusal(
     if not _is_power(head_dim, 16) or not _is_power(page_size, 1):
       sizes = f"head_dim={head_dim} and page_size={page_size}"
       return f"the kernel needs powers of 2, not {sizes}"
+    if head_dim > _WIDEST:
+      return f"the kernel takes heads of up to {_WIDEST}, not {head_dim}"
     return None
   if dtypes != {"bfloat16"}:
     return "the kernel has bfloat16 alone"

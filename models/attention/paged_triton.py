@@ -29,6 +29,8 @@ from models import kv_cache
 
 _TILE = 64
 """Queries of a program, at most."""
+_WIDE = 128
+"""Heads up to which so many, and three blocks, fit into 99 KiB."""
 _BLOCK = 64
 """Keys that are read at once."""
 _PROGRAMS = 512
@@ -48,25 +50,29 @@ def attend(
   *,
   interpret: bool = False,
 ) -> Float[Array, "R C H d"]:
-  """Returns what `paged.attend` does, within `paged_kernels.refusal`."""
+  """Returns what `paged.attend` does, within `paged_kernels.refusal`.
+
+  The last bits of a row depend on how many go with it: with fewer, more
+  programs share its keys.
+  """
   rows, length, heads, width = query.shape
   kv_heads, _, num_pages, page_size = cache.k.shape[:4]
   groups = heads // kv_heads
   count = length * groups
-  tile = min(_TILE, max(_FEWEST, 1 << (count - 1).bit_length()))
+  most = _TILE if width <= _WIDE else _TILE // 2
+  tile = min(most, max(_FEWEST, 1 << (count - 1).bit_length()))
   q_RKmd = query.reshape(rows, length, kv_heads, groups, width)
   q_RKmd = jnp.swapaxes(q_RKmd, 1, 2).reshape(rows, kv_heads, count, width)
   q_RKmd = jnp.pad(q_RKmd, ((0, 0), (0, 0), (0, -count % tile), (0, 0)))
   # Padding sees the first key.
   last = jnp.repeat(positions, groups, 1)
   last = jnp.pad(last, ((0, 0), (0, -count % tile)))
-  block = max(_BLOCK, page_size)
-  tables = jnp.pad(
-    tables, ((0, 0), (0, -tables.shape[1] % (block // page_size)))
-  )
+  whole = max(1, _BLOCK // page_size)
+  tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % whole)))
   num_tiles = last.shape[1] // tile
-  num_blocks = tables.shape[1] * page_size // block
-  splits = min(num_blocks, -(-_PROGRAMS // (rows * kv_heads * num_tiles)))
+  num_blocks = tables.shape[1] * page_size // _BLOCK
+  programs = max(1, rows * kv_heads * num_tiles)
+  splits = min(num_blocks, -(-_PROGRAMS // programs))
   out, lse = _call(
     q_RKmd,
     last,
@@ -74,7 +80,6 @@ def attend(
     # Merging axes of an array moves nothing.
     *(x.reshape(kv_heads, -1, width) for x in cache),
     tile=tile,
-    block=block,
     page_size=page_size,
     splits=splits,
     interpret=interpret,
@@ -95,7 +100,6 @@ def _call(
   v: Float[Array, "K positions d"],
   *,
   tile: int,
-  block: int,
   page_size: int,
   splits: int,
   interpret: bool,
@@ -111,7 +115,7 @@ def _call(
   shape = (splits, rows, kv_heads, count)
   dtype = jnp.float32 if splits > 1 else q.dtype
   call = pl.pallas_call(
-    functools.partial(_kernel, block=block, page_size=page_size, splits=splits),
+    functools.partial(_kernel, page_size=page_size, splits=splits),
     grid=(rows, kv_heads, count // tile, splits),
     in_specs=[
       pl.BlockSpec((None, None, tile, width), lambda r, h, t, s: (r, h, t, 0)),
@@ -128,7 +132,9 @@ def _call(
       jax.ShapeDtypeStruct(shape, jnp.float32),
     ),
     interpret=interpret,
-    compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+    compiler_params=plgpu.CompilerParams(
+      num_warps=4, num_stages=3 if width <= _WIDE else 2
+    ),
     name="paged_attention",
   )
   return call(q, last, tables, k, v)
@@ -143,7 +149,6 @@ def _kernel(
   out: Any,
   lse: Any,
   *,
-  block: int,
   page_size: int,
   splits: int,
 ):
@@ -151,15 +156,15 @@ def _kernel(
   tile, width = q.shape
   split = pl.program_id(3)
   # Blocks up to the last key that some query sees, in S parts.
-  blocks = jax.lax.div(jnp.max(last), jnp.int32(block)) + 1
+  blocks = jax.lax.div(jnp.max(last), jnp.int32(_BLOCK)) + 1
   first = jax.lax.div(split * blocks, jnp.int32(splits))
   end = jax.lax.div((split + 1) * blocks, jnp.int32(splits))
-  inside = jax.lax.iota(jnp.int32, block)
+  inside = jax.lax.iota(jnp.int32, _BLOCK)
   shift = page_size.bit_length() - 1
 
   def add(number, running):
     acc, top, total = running
-    order = number * block + inside
+    order = number * _BLOCK + inside
     page = tables[jax.lax.shift_right_logical(order, jnp.int32(shift))]
     at = page * page_size + (order & (page_size - 1))
     scores = _dot(q, k[at, :], 1) * (width**-0.5 * math.log2(math.e))

@@ -12,6 +12,7 @@ Source: the scheme of megablox, MegaBlocks, arXiv 2211.15841, section 5.1.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -246,7 +247,7 @@ def outer_triton(
   shape = (len(starts) - 1, blocks.shape[2], dy.shape[2])
   blocks, dy = _pad(blocks, 2), _pad(dy, 2)
   # Halves of large blocks: as deep as the tiles of a product.
-  depth = min(blocks.shape[1], _TRITON_DEPTH)
+  depth = math.gcd(blocks.shape[1], _TRITON_DEPTH)
   starts = starts * (blocks.shape[1] // depth)
   blocks, dy = (x.reshape(-1, depth, x.shape[2]) for x in (blocks, dy))
   width, out = blocks.shape[2], dy.shape[2]

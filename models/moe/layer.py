@@ -81,6 +81,7 @@ class Moe(lora.Adapted):
     copies: Int32[Array, " T"],
     layout: sharding.Layout | None = None,
     chosen: Int[Array, "T k"] | None = None,
+    first: Int32[Array, ""] | None = None,
   ) -> tuple[Float[Array, "T D"], Aux, Int32[Array, "T k"]]:
     """Returns what the experts add to each token, how the router did, and
     which it took: -1 for padding.
@@ -94,6 +95,8 @@ class Moe(lora.Adapted):
         shared prompt, 0 for padding, which no expert sees and which gets zeros.
       layout: where tokens and experts lie; None is one device.
       chosen: experts that each token must take, -1 for the router's own choice.
+      first: on one device, where this layer's experts begin if the weights are
+        those of many layers; see `layer_stack.ExpertsInPlace`.
     """
     config = self.config
     if layout is None or layout.mesh.size == 1:
@@ -103,7 +106,13 @@ class Moe(lora.Adapted):
         config.compute.experts, sharding.platform(layout)
       )
       y, placed = mix(
-        params, x, gates, experts, form=form, least=config.compute.moe_block
+        params,
+        x,
+        gates,
+        experts,
+        form=form,
+        least=config.compute.moe_block,
+        within=None if first is None else (first, config.num_experts),
       )
     else:
       y, sums, placed, experts = _on_mesh(self, x, copies, chosen, layout)
@@ -134,6 +143,7 @@ def mix(
   *,
   form: grouped_matmul.Form,
   least: int,
+  within: tuple[Int32[Array, ""], int] | None = None,
 ) -> tuple[Float[Array, "T D"], Int32[Array, ""]]:
   """Returns sum_k gate * expert(x), and how many assignments had a slot.
 
@@ -145,12 +155,14 @@ def mix(
     most: bound on the number of assignments; see `grouped_matmul.plan`.
     form: of the grouped matmul.
     least: fewest rows of a block.
+    within: the first of `params` that is meant, and how many; None for all.
   """
   weights = _experts(params)
-  num_experts = weights["gate"].shape[0]
+  first, num_experts = within or (0, weights["gate"].shape[0])
   most = experts.size if most is None else most
   block = grouped_matmul.block_rows(form, most, num_experts, least)
   plan = grouped_matmul.plan(experts, num_experts, block, most)
+  plan = plan._replace(owner=plan.owner + first)
   if form.kernel == "blocks":
     y = grouped_matmul_loop.over_blocks(
       _swiglu_of_blocks, weights, x, gates, plan

@@ -7,6 +7,7 @@ XLA compiles for a described device, here an H200, with jax's plugin for CUDA:
 import dataclasses
 import functools
 import importlib.util
+import re
 
 import jax
 import numpy as np
@@ -64,6 +65,7 @@ MODELS = {
   "dense": config_lib.tiny(num_layers=2, **SIZES),
   "scanned": config_lib.tiny(num_layers=16, **SIZES),
   "experts": config_lib.tiny_moe(num_layers=2, num_experts=8, **SIZES),
+  "scanned experts": config_lib.tiny_moe(num_layers=16, num_experts=8, **SIZES),
 }
 QWEN = config_lib.qwen3("0.6b")
 
@@ -135,6 +137,21 @@ def test_a_dispatch_compiles_with_its_kernels(devices, name, chunk):
   assert ("grouped_product" in text) == (name == "experts")
 
 
+@pytest.mark.parametrize("name", ["scanned", "scanned experts"])
+def test_weights_of_scanned_layers_are_read_where_they_lie(devices, name):
+  text = dispatch(MODELS[name], devices, 8, 256).as_text()
+  # A slice that is a result of its own is a copy.
+  sizes = [
+    np.prod([int(size) for size in shape.split(",")])
+    for shape in re.findall(
+      r"ROOT %\S+ = bf16\[([\d,]+)\]\S* (?:dynamic-slice|concatenate)\(", text
+    )
+  ]
+  # Of the matrices those of keys and values are the smallest.
+  assert max(sizes, default=0) < SIZES["d_model"] * 2 * SIZES["head_dim"]
+  assert "dynamic-slice-fusion" in text
+
+
 @pytest.mark.parametrize(
   ("name", "remat"),
   [("dense", "none"), ("scanned", "layer"), ("experts", "dots")],
@@ -163,18 +180,21 @@ def test_32_rows_of_32k_fit_with_next_to_nothing_beside_them(devices):
   assert memory.temp_size_in_bytes < 0.5e9
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize(
+  ("remat", "attention"),
+  [("none", "auto"), ("none", "packed"), ("layer", "auto")],
+)
 def test_the_planned_memory_of_a_step_is_half_to_twice_of_what_xla_takes(
-  devices, remat
+  devices, remat, attention
 ):
   rows, length = 4, 2048
-  gradient, _ = lowered_step(QWEN, devices, rows, length, remat=remat)
+  form = {"remat": remat, "attention": attention}
+  gradient, _ = lowered_step(QWEN, devices, rows, length, **form)
   taken = gradient.compile().memory_analysis().temp_size_in_bytes
-  compute = dataclasses.replace(QWEN.compute, remat=remat)
+  compute = dataclasses.replace(QWEN.compute, **form)
   config = dataclasses.replace(QWEN, compute=compute)
   layout = placement.MeshSpec().plan
   planned = memory_report.activation_bytes(
     config, layout, rows=rows, length=length, platform="gpu"
   ) + memory_report.parameter_use_bytes(config, layout)
   assert 0.5 < planned / taken < 2, f"{planned / 1e9:.2f}, {taken / 1e9:.2f} GB"
-  assert np.isfinite(planned)

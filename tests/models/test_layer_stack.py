@@ -179,6 +179,26 @@ def test_a_cache_is_fed_as_by_unrolled_layers():
   )
 
 
+def test_experts_of_8_bits_are_fed_as_by_unrolled_layers():
+  unrolled, scanned = pair(**SHORT)
+  single = noisy(unrolled)
+  feed = jax.jit(small_models.feed, static_argnames=("config", "chunks"))
+  ids = jnp.arange(6, dtype=jnp.int32)
+
+  def fed(config, params):
+    cache = kv_cache.init_cache(config, 2, 4)
+    table = jnp.asarray([[0, 1]], jnp.int32)
+    args = quantize.quantize(params), config, cache, table, ids, ids, (1, 6)
+    return feed(*args)[0]
+
+  np.testing.assert_allclose(
+    fed(scanned, layer_stack.stack(single, scanned)),
+    fed(unrolled, single),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+
+
 def test_a_scan_copies_no_pages():
   config = config_lib.tiny(
     num_layers=6, compute=config_lib.Compute(layers="scan")

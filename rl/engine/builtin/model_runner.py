@@ -25,6 +25,14 @@ _MAX_MASKS = 8
 _MAX_HANDED = 32
 """Pages that one program reads for another engine, or writes from one."""
 
+_NO_COPIES = {
+  "xla_gpu_enable_triton_gemm": False,
+  "xla_gpu_dot_merger_threshold_mb": 0,
+}
+"""XLA's options for scanned layers on a GPU: cuBLAS reads a layer's weights
+where they lie in the stack. Products of Triton, and two matrices in one, would
+get copies of them in every step: three times the bytes."""
+
 Shape = tuple[int, tuple[int, int]]
 """Rows, and (rows with chunks, ids of a chunk)."""
 
@@ -63,6 +71,8 @@ class ModelRunner:
       for rows in shapes.rows
       for chunks in shapes.chunks(rows, layout.num_batch)
     }
+    scans = config.scans_layers and layout.platform == "gpu"
+    options = _NO_COPIES if scans else None
     # Any: `_cache_size` is the only count of compilations that jax has.
     self._programs: dict[tuple[int, int], Any] = {
       chunks: jax.jit(
@@ -77,6 +87,7 @@ class ModelRunner:
         static_argnames=("top_logprobs", "num_drafts"),
         donate_argnums=(1, 2),
         out_shardings=(self._pages, self._whole, self._whole),
+        compiler_options=options,
       )
       for chunks in all_chunks
     }

@@ -75,6 +75,8 @@ def test_the_kernel_of_a_tpu_agrees_with_tiles(monkeypatch):
     {"groups": 2, "chunk": 40, "width": 64},
     # A page is more than a block.
     {"page_size": 128, "width": 16},
+    {"page_size": 1, "chunk": 3, "width": 32},
+    {"groups": 2, "chunk": 40, "width": 256},
   ],
   ids=str,
 )
@@ -135,6 +137,7 @@ def test_a_cache_of_many_gigabytes_is_read_by_addresses_of_64_bits():
     ("gpu", {"queries": 256}, None),
     ("gpu", {"head_dim": 96}, "powers of 2"),
     ("gpu", {"page_size": 24}, "powers of 2"),
+    ("gpu", {"head_dim": 512}, "up to 256, not 512"),
     ("gpu", {"dtypes": frozenset({"float32"})}, "no float32"),
     ("tpu", {"queries": 256}, "one id a row"),
     ("tpu", {"head_dim": 64}, "multiples of 128 and 16"),
