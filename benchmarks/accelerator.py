@@ -69,7 +69,7 @@ from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, router, weight_publisher, weight_transfer
 from rl.runtime import mesh_thread, trace
 
-_TINY = absl_flags.DEFINE_bool("tiny", False, "Small sizes; nothing is kept.")
+TINY = absl_flags.DEFINE_bool("tiny", False, "Small sizes; nothing is kept.")
 
 Row = dict[str, Any]
 
@@ -754,11 +754,11 @@ def main(argv: list[str]) -> None:
   del argv
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
   only = train_step.ONLY.value
-  sizes = tiny() if _TINY.value else large()
+  sizes = tiny() if TINY.value else large()
   jax_setup.keep_compiled()
   result = measure(sizes, train_step.REPEATS.value, only)
   print(json.dumps({"machine": machine.describe(), **result}))
-  if not (_TINY.value or only):
+  if not (TINY.value or only):
     machine.keep("accelerator", **result)
 
 

@@ -43,3 +43,22 @@ def test_one_command_measures_every_row_against_the_devices_own_rates():
   for row in found["rows"]:
     assert "error" not in row, row
     assert row["value"] >= 0
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_tilings_of_every_kernel_are_compared():
+  done = subprocess.run(
+    [
+      *(sys.executable, "-m", "benchmarks.kernel_tilings"),
+      *("--tiny", "--repeats=1"),
+    ],
+    cwd=packages.ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+  kinds = {row["case"].split(",")[0] for row in rows}
+  assert kinds == {"pages", "product", "outer"}
+  assert all(row["rate"] > 0 for row in rows), rows

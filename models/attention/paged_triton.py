@@ -17,7 +17,7 @@ https://pytorch.org/blog/flash-decoding
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,29 @@ from jaxtyping import Array, Float, Int32
 
 from models import kv_cache
 
-_TILE = 64
-"""Queries of a program, at most."""
 _WIDE = 128
-"""Heads up to which so many, and three blocks, fit into 99 KiB."""
-_BLOCK = 64
-"""Keys that are read at once."""
-_PROGRAMS = 512
-"""That keep a GPU busy."""
+"""Heads up to which a tile, and three blocks, fit into 99 KiB."""
 _LEAST = -1e30
 """Stands for the score of a key that is not seen: -inf less itself is nan."""
 _FEWEST = 16
 """Rows of the least matrix that is multiplied."""
+
+
+class PageTiling(NamedTuple):
+  """Sizes of the kernel; `benchmarks/kernel_tilings.py` compares them.
+
+  Attributes:
+    queries: of a program, at most.
+    keys: that are read at once.
+    programs: that keep a GPU busy.
+    warps, stages: of a program; see Triton.
+  """
+
+  queries: int = 64
+  keys: int = 64
+  programs: int = 512
+  warps: int = 4
+  stages: int = 3
 
 
 def attend(
@@ -48,31 +59,38 @@ def attend(
   layer: Int32[Array, ""],
   tables: Int32[Array, "R W"],
   *,
+  tiling: PageTiling | None = None,
   interpret: bool = False,
 ) -> Float[Array, "R C H d"]:
   """Returns what `paged.attend` does, within `paged_kernels.refusal`.
 
   The last bits of a row depend on how many go with it: with fewer, more
   programs share its keys.
+
+  Args:
+    tiling: None goes by the width of a head.
   """
   rows, length, heads, width = query.shape
   kv_heads, _, num_pages, page_size = cache.k.shape[:4]
   groups = heads // kv_heads
   count = length * groups
-  most = _TILE if width <= _WIDE else _TILE // 2
-  tile = min(most, max(_FEWEST, 1 << (count - 1).bit_length()))
+  if tiling is None:
+    tiling = (
+      PageTiling() if width <= _WIDE else PageTiling(queries=32, stages=2)
+    )
+  tile = min(tiling.queries, max(_FEWEST, 1 << (count - 1).bit_length()))
   q_RKmd = query.reshape(rows, length, kv_heads, groups, width)
   q_RKmd = jnp.swapaxes(q_RKmd, 1, 2).reshape(rows, kv_heads, count, width)
   q_RKmd = jnp.pad(q_RKmd, ((0, 0), (0, 0), (0, -count % tile), (0, 0)))
   # Padding sees the first key.
   last = jnp.repeat(positions, groups, 1)
   last = jnp.pad(last, ((0, 0), (0, -count % tile)))
-  whole = max(1, _BLOCK // page_size)
+  whole = max(1, tiling.keys // page_size)
   tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % whole)))
   num_tiles = last.shape[1] // tile
-  num_blocks = tables.shape[1] * page_size // _BLOCK
+  num_blocks = tables.shape[1] * page_size // tiling.keys
   programs = max(1, rows * kv_heads * num_tiles)
-  splits = min(num_blocks, -(-_PROGRAMS // programs))
+  splits = min(num_blocks, -(-tiling.programs // programs))
   out, lse = _call(
     q_RKmd,
     last,
@@ -82,6 +100,7 @@ def attend(
     tile=tile,
     page_size=page_size,
     splits=splits,
+    tiling=tiling,
     interpret=interpret,
   )
   if splits > 1:
@@ -102,6 +121,7 @@ def _call(
   tile: int,
   page_size: int,
   splits: int,
+  tiling: PageTiling,
   interpret: bool,
 ) -> tuple[Float[Array, "S R K m d"], Float[Array, "S R K m"]]:
   """Returns the values of each of S parts of the keys, and log2-sum-exps."""
@@ -115,7 +135,9 @@ def _call(
   shape = (splits, rows, kv_heads, count)
   dtype = jnp.float32 if splits > 1 else q.dtype
   call = pl.pallas_call(
-    functools.partial(_kernel, page_size=page_size, splits=splits),
+    functools.partial(
+      _kernel, block=tiling.keys, page_size=page_size, splits=splits
+    ),
     grid=(rows, kv_heads, count // tile, splits),
     in_specs=[
       pl.BlockSpec((None, None, tile, width), lambda r, h, t, s: (r, h, t, 0)),
@@ -133,7 +155,7 @@ def _call(
     ),
     interpret=interpret,
     compiler_params=plgpu.CompilerParams(
-      num_warps=4, num_stages=3 if width <= _WIDE else 2
+      num_warps=tiling.warps, num_stages=tiling.stages
     ),
     name="paged_attention",
   )
@@ -149,6 +171,7 @@ def _kernel(
   out: Any,
   lse: Any,
   *,
+  block: int,
   page_size: int,
   splits: int,
 ):
@@ -156,15 +179,15 @@ def _kernel(
   tile, width = q.shape
   split = pl.program_id(3)
   # Blocks up to the last key that some query sees, in S parts.
-  blocks = jax.lax.div(jnp.max(last), jnp.int32(_BLOCK)) + 1
+  blocks = jax.lax.div(jnp.max(last), jnp.int32(block)) + 1
   first = jax.lax.div(split * blocks, jnp.int32(splits))
   end = jax.lax.div((split + 1) * blocks, jnp.int32(splits))
-  inside = jax.lax.iota(jnp.int32, _BLOCK)
+  inside = jax.lax.iota(jnp.int32, block)
   shift = page_size.bit_length() - 1
 
   def add(number, running):
     acc, top, total = running
-    order = number * _BLOCK + inside
+    order = number * block + inside
     page = tables[jax.lax.shift_right_logical(order, jnp.int32(shift))]
     at = page * page_size + (order & (page_size - 1))
     scores = _dot(q, k[at, :], 1) * (width**-0.5 * math.log2(math.e))

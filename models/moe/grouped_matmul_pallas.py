@@ -13,7 +13,7 @@ Source: the scheme of megablox, MegaBlocks, arXiv 2211.15841, section 5.1.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,26 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 _LANES = 128
 _MOSAIC_TILE = 512
-_TRITON_TILE = 128
-_TRITON_DEPTH = 64
+
+
+class ExpertTiling(NamedTuple):
+  """Sizes of a kernel in Triton; `benchmarks/kernel_tilings.py` compares them.
+
+  Attributes:
+    columns: of the results of a program, and rows of those of `outer_triton`.
+    depth: of which products are summed at once.
+    warps, stages: of a program; see Triton. None goes by the results.
+  """
+
+  columns: int = 128
+  depth: int = 64
+  warps: int | None = None
+  stages: int = 3
+
+
+_PRODUCT = ExpertTiling()
+# The faster one on an H200, with 8 experts and with 128.
+_OUTER = ExpertTiling(warps=4)
 
 
 def product_mosaic(
@@ -186,6 +204,7 @@ def product_triton(
   starts: Int32[Array, " starts"],
   *,
   transpose: bool,
+  tiling: ExpertTiling = _PRODUCT,
   interpret: bool = False,
 ) -> Float[Array, "N b O"]:
   """Returns what `product_mosaic` does."""
@@ -194,8 +213,8 @@ def product_triton(
   scales = [] if scale is None else [_pad(scale, 2)]
   num_blocks, rows, width = blocks.shape
   padded = weights.shape[1 if transpose else 2]
-  inner = _tile_triton(width, _TRITON_DEPTH)
-  outer = _tile_triton(padded, _TRITON_TILE)
+  inner = _tile_triton(width, tiling.depth)
+  outer = _tile_triton(padded, tiling.columns)
 
   def kernel(owner, starts, x, w, *rest):
     *scales, y = rest
@@ -228,7 +247,10 @@ def product_triton(
     ],
     out_specs=pl.BlockSpec((None, rows, outer), lambda n, o: (n, 0, o)),
     interpret=interpret,
-    compiler_params=_triton_params(rows * outer),
+    compiler_params=plgpu.CompilerParams(
+      num_warps=tiling.warps or (8 if rows * outer >= 128**2 else 4),
+      num_stages=tiling.stages,
+    ),
     name="grouped_product",
   )
   return call(owner, starts, blocks, weights, *scales)[..., :out]
@@ -240,6 +262,7 @@ def outer_triton(
   owner: Int32[Array, " N"],
   starts: Int32[Array, " starts"],
   *,
+  tiling: ExpertTiling = _OUTER,
   interpret: bool = False,
 ) -> Float[Array, "E D F"]:
   """Returns what `outer_mosaic` does."""
@@ -247,12 +270,12 @@ def outer_triton(
   shape = (len(starts) - 1, blocks.shape[2], dy.shape[2])
   blocks, dy = _pad(blocks, 2), _pad(dy, 2)
   # Halves of large blocks: as deep as the tiles of a product.
-  depth = math.gcd(blocks.shape[1], _TRITON_DEPTH)
+  depth = math.gcd(blocks.shape[1], tiling.depth)
   starts = starts * (blocks.shape[1] // depth)
   blocks, dy = (x.reshape(-1, depth, x.shape[2]) for x in (blocks, dy))
   width, out = blocks.shape[2], dy.shape[2]
-  inner = _tile_triton(width, _TRITON_TILE)
-  outer = _tile_triton(out, _TRITON_TILE)
+  inner = _tile_triton(width, tiling.columns)
+  outer = _tile_triton(out, tiling.columns)
 
   def kernel(starts, x, y, dw):
     expert, d, f = (pl.program_id(axis) for axis in range(3))
@@ -272,7 +295,9 @@ def outer_triton(
     in_specs=[pl.BlockSpec()] * 3,
     out_specs=pl.BlockSpec((None, inner, outer), lambda e, d, f: (e, d, f)),
     interpret=interpret,
-    compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+    compiler_params=plgpu.CompilerParams(
+      num_warps=tiling.warps, num_stages=tiling.stages
+    ),
     name="grouped_outer",
   )
   return call(starts, blocks, dy)[:, : shape[1], : shape[2]]
@@ -314,11 +339,6 @@ def _tile_mosaic(size: int) -> int:
 def _tile_triton(size: int, most: int) -> int:
   """Returns the largest power of 2 up to `most` that divides."""
   return min(most, size & -size)
-
-
-def _triton_params(tile: int) -> plgpu.CompilerParams:
-  warps = 8 if tile >= _TRITON_TILE**2 else 4
-  return plgpu.CompilerParams(num_warps=warps, num_stages=3)
 
 
 def _pad(x: Array, axis: int) -> Array:

@@ -63,7 +63,17 @@ def test_the_kernel_of_a_tpu_agrees_with_tiles(monkeypatch):
   assert_close(found, paged.by_tiles(*args, tile=128))
 
 
-@pytest.mark.parametrize("programs", [1, 100])
+@pytest.mark.parametrize(
+  "tiling",
+  [
+    None,
+    # One program has all keys of a row; with many, some have none to read.
+    paged_triton.PageTiling(programs=1),
+    paged_triton.PageTiling(programs=100, keys=32),
+    paged_triton.PageTiling(queries=16, keys=128),
+  ],
+  ids=str,
+)
 @pytest.mark.parametrize(
   "sizes",
   [
@@ -80,13 +90,9 @@ def test_the_kernel_of_a_tpu_agrees_with_tiles(monkeypatch):
   ],
   ids=str,
 )
-def test_the_kernel_of_a_gpu_agrees_with_tiles(monkeypatch, sizes, programs):
-  # With one program a row has all keys; with more, some have none to read.
-  monkeypatch.setattr(paged_triton, "_PROGRAMS", programs)
+def test_the_kernel_of_a_gpu_agrees_with_tiles(sizes, tiling):
   args = draw(**sizes)
-  attend = functools.partial(
-    paged_kernels.attend, platform="gpu", interpret=True
-  )
+  attend = functools.partial(paged_triton.attend, tiling=tiling, interpret=True)
   assert_close(jax.jit(attend)(*args), paged.by_tiles(*args, tile=128))
 
 
