@@ -57,7 +57,7 @@ from absl import flags as absl_flags
 from benchmarks import machine, train_step
 from launch.cli import jax_setup
 from models import config as model_config
-from models import kv_cache, sharding
+from models import kv_cache, memory_report, sharding
 from models import policy as policy_lib
 from models.attention import attention, mask, paged
 from models.moe import grouped_matmul
@@ -404,11 +404,7 @@ def _weights(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
 
 def _shapes(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
   policy = policy_lib.of(config)
-  return jax.tree.map(
-    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-    jax.eval_shape(policy.init, jax.random.key(0)),
-    layout.tree(policy.axes),
-  )
+  return memory_report.placed(policy.shapes, layout.tree(policy.axes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -104,11 +104,15 @@ def parameters(
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-  """Returns a tree of ShapeDtypeStruct with shardings, which need no device."""
+  """Returns a tree of ShapeDtypeStruct with shardings, which need no device.
+
+  Args:
+    shardings: of the same tree, or of one that this one begins with.
+  """
   return jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     shapes,
-    shardings,
+    jax.tree.broadcast(shardings, shapes),
   )
 
 

@@ -132,9 +132,6 @@ def attend(
   if layout is not None and (size := layout.size("length")) > 1:
     shared = ring.Ring(layout.rules.of("length"), size)
   match form:
-    case "reference" if not by_runs:
-      # Left whole: XLA splits it as it splits what is around it.
-      return _reference(query, token_mask, sources)
     case "reference":
       kernel = _reference
     case "blockwise":
@@ -157,6 +154,9 @@ def attend(
       )
   if by_runs:
     kernel = functools.partial(packed.attend, otherwise=kernel)
+  elif form == "reference":
+    # Left whole: XLA splits it as it splits what is around it.
+    return _reference(query, token_mask, sources)
   return _on_each_device(kernel, layout, query, token_mask, sources)
 
 

@@ -71,21 +71,13 @@ def attend(
   tables: Int32[Array, "R W"],
   *,
   platform: str,
-  interpret: bool = False,
 ) -> Float[Array, "R C H d"]:
-  """Returns what `paged.attend` does, on one device, within `refusal`.
-
-  Args:
-    interpret: runs the GPU's kernel without one; for that of a TPU there is
-      `pltpu.force_tpu_interpret_mode`.
-  """
+  """Returns what `paged.attend` does, on one device, within `refusal`."""
   # Not on top: importing kernels takes long.
   if platform == "gpu":
     from models.attention import paged_triton
 
-    return paged_triton.attend(
-      query, positions, cache, layer, tables, interpret=interpret
-    )
+    return paged_triton.attend(query, positions, cache, layer, tables)
   from jax.experimental.pallas.ops.tpu import paged_attention
 
   num_pages, page_size, width = cache.k.shape[2:]

@@ -23,7 +23,7 @@ import optax
 from jaxtyping import Array, Float, Float32
 
 from models import config as model_config
-from models import definition, lora, sharding
+from models import definition, lora, memory_report, sharding
 from models import logprobs as logprobs_lib
 from models import policy as policy_lib
 from rl.algorithms import objective as objective_lib
@@ -230,7 +230,7 @@ class Learner:
       (placed.opt_state, placed.master), optimizer_memory
     )
     opt_state, master = self._kept
-    self.abstract = train_state.abstract(
+    self.abstract = memory_report.placed(
       shapes, placed._replace(opt_state=opt_state, master=master)
     )
     self._moves = optimizer_memory != "device"
@@ -307,30 +307,21 @@ class Learner:
 
     Nothing is on a device for them.
     """
-    state = self.abstract
+    state, whole = self.abstract, self._layout.sharding()
     trainable, frozen = train_state.split(state.params, state.critic)
-
-    def placed(shape, sharding, dtype=None):
-      dtype = dtype or shape.dtype
-      return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=sharding)
-
-    rows, whole = (
-      self._layout.sharding("batch", "length"),
-      self._layout.sharding(),
+    batch = memory_report.placed(
+      batch, self._layout.sharding("batch", "length")
     )
-    batch = jax.tree.map(lambda x: placed(x, rows), batch)
     total: Any = Accumulator(
-      jax.tree.map(lambda x: placed(x, x.sharding, jnp.float32), trainable),
-      jax.tree.map(lambda x: placed(x, whole), jax.eval_shape(self._nothing)),
+      jax.tree.map(lambda x: x.update(dtype=jnp.float32), trainable),
+      memory_report.placed(jax.eval_shape(self._nothing), whole),
     )
-    divisor = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     # Where they lie during the update.
-    opt_state, updates, master = jax.tree.map(
-      placed, tuple(state[1:4]), tuple(self._placed[1:4])
-    )
+    rest = memory_report.placed(tuple(state[1:4]), tuple(self._placed[1:4]))
+    divisor = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     add = self._add.lower(trainable, frozen, total, batch)
     return add, self._apply.lower(
-      trainable, total.grads, opt_state, updates, master, total.sums, divisor
+      trainable, total.grads, *rest, total.sums, divisor
     )
 
   def score(

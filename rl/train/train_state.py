@@ -149,15 +149,6 @@ def in_memory(shardings: Any, memory: references.Memory) -> Any:
   return jax.tree.map(lambda x: x.with_memory_kind(kind), shardings)
 
 
-def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:
-  """Returns shapes and shardings in one tree, for restoring a state."""
-  return jax.tree.map(
-    lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
-    shapes,
-    shardings,
-  )
-
-
 def optimizer_shardings(
   optimizer: optax.GradientTransformation,
   params_shapes: Any,

@@ -9,21 +9,20 @@ import functools
 import importlib.util
 import re
 
-import jax
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 
 from models import config as config_lib
-from models import definition, memory_report, sharding
+from models import memory_report, sharding
 from models import policy as policy_lib
 from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.engine.builtin import dispatch_shapes, model_runner
 from rl.pools import placement
 from rl.train import learner, optimizers
-from tests.helpers import absent_devices
+from tests.helpers import absent_devices, accelerator_models
 
 pytestmark = [
   pytest.mark.compiled,
@@ -50,23 +49,7 @@ H200 = """
   dnn_version_info { major: 9 minor: 10 }
   device_description_str: "NVIDIA H200"
 """
-SIZES = {
-  "vocab_size": 512,
-  "d_model": 256,
-  "num_heads": 8,
-  "num_kv_heads": 2,
-  "head_dim": 64,
-  "d_ff": 512,
-  "d_expert": 128,
-  "max_length": 256,
-  "compute": config_lib.Compute(dtype="bfloat16"),
-}
-MODELS = {
-  "dense": config_lib.tiny(num_layers=2, **SIZES),
-  "scanned": config_lib.tiny(num_layers=16, **SIZES),
-  "experts": config_lib.tiny_moe(num_layers=2, num_experts=8, **SIZES),
-  "scanned experts": config_lib.tiny_moe(num_layers=16, num_experts=8, **SIZES),
-}
+MODELS = accelerator_models.MODELS
 QWEN = config_lib.qwen3("0.6b")
 
 
@@ -89,15 +72,6 @@ def described():
   return topology.devices
 
 
-def shapes_of(config, layout) -> definition.Params:
-  policy = policy_lib.of(config)
-  return jax.tree.map(
-    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-    jax.eval_shape(policy.init, jax.random.key(0)),
-    layout.tree(policy.axes),
-  )
-
-
 def dispatch(config, devices, rows, length, chunk=1):
   """The compiled dispatch of so many rows, of one id or of chunks."""
   layout = placement.MeshSpec(rules=sharding.DECODE).layout(devices)
@@ -109,9 +83,11 @@ def dispatch(config, devices, rows, length, chunk=1):
     prefill_tokens=rows * chunk,
   )
   runner = model_runner.ModelRunner(config, shapes, layout, bias_slots=0)
+  policy = policy_lib.of(config)
+  params = memory_report.placed(policy.shapes, layout.tree(policy.axes))
   shape = rows, ((rows, chunk) if chunk > 1 else (0, 1))
   with absent_devices.described("gpu"):
-    return runner.lower(shapes_of(config, layout), shape).compile()
+    return runner.lower(params, shape).compile()
 
 
 def lowered_step(config, devices, rows, length, **compute):
@@ -148,7 +124,9 @@ def test_weights_of_scanned_layers_are_read_where_they_lie(devices, name):
     )
   ]
   # Of the matrices those of keys and values are the smallest.
-  assert max(sizes, default=0) < SIZES["d_model"] * 2 * SIZES["head_dim"]
+  config = MODELS[name]
+  smallest = config.d_model * config.num_kv_heads * config.head_dim
+  assert max(sizes, default=0) < smallest
   assert "dynamic-slice-fusion" in text
 
 

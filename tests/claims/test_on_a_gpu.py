@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import config as config_lib
 from models import kv_cache, quantize, sharding
 from models import policy as policy_lib
 from models.attention import attention, mask, paged, paged_kernels
@@ -27,25 +26,11 @@ from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 from rl.train import learner, optimizers
-from tests.helpers import machine_speed
+from tests.helpers import accelerator_models, machine_speed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiled]
 
-SIZES = {
-  "vocab_size": 512,
-  "d_model": 256,
-  "num_heads": 8,
-  "num_kv_heads": 2,
-  "head_dim": 64,
-  "d_ff": 512,
-  "d_expert": 128,
-  "max_length": 256,
-}
-MODELS = {
-  "dense": config_lib.tiny(num_layers=2, **SIZES),
-  "scanned": config_lib.tiny(num_layers=16, **SIZES),
-  "experts": config_lib.tiny_moe(num_layers=2, num_experts=8, **SIZES),
-}
+MODELS = accelerator_models.MODELS
 LENGTH = 256
 
 

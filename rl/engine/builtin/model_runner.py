@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, UInt8
 
 from models import config as model_config
-from models import definition, kv_cache, sharding
+from models import definition, kv_cache, memory_report, sharding
 from models import policy as policy_lib
 from rl.engine.builtin import block_manager, decode_step, dispatch_shapes
 
@@ -156,23 +156,11 @@ class ModelRunner:
     Args:
       params: or their shapes and shardings.
     """
-    cache, (carry, biases) = (
-      jax.tree.map(
-        lambda x, place=place: jax.ShapeDtypeStruct(
-          x.shape, x.dtype, sharding=place
-        ),
-        jax.eval_shape(empty),
-      )
-      for empty, place in (
-        (self._no_tokens, self._pages),
-        (self._no_requests, self._whole),
-      )
-    )
+    cache, rest = map(jax.eval_shape, (self._no_tokens, self._no_requests))
     return self._programs[shape[1]].lower(
       params,
-      cache,
-      carry,
-      biases,
+      memory_report.placed(cache, self._pages),
+      *memory_report.placed(rest, self._whole),
       self.idle_plan(shape),
       top_logprobs=0,
       num_drafts=self._drafts(shape[0]),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import logprobs
+from models import logprobs, memory_report
 from models import policy as policy_lib
 from rl.data import batch, trajectory
 from rl.engine.builtin import decode_step, dispatch_shapes, model_runner
@@ -79,12 +79,9 @@ def test_a_program_is_lowered_as_it_runs_and_without_a_cache(
   other = model_runner.ModelRunner(
     dense_config, SHAPES, one_device, bias_slots=1
   )
-  axes = policy_lib.of(dense_config).axes
-  params = jax.device_put(dense_params, one_device.tree(axes))
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-    params,
-  )
+  places = one_device.tree(policy_lib.of(dense_config).axes)
+  params = jax.device_put(dense_params, places)
+  shapes = memory_report.placed(params, places)
   lowered = other.lower(shapes, (2, chunks))
   assert other.compilations == 0
   real = fresh._programs[chunks].lower(
