@@ -73,6 +73,13 @@ class HttpConnection(h11_impl.H11Protocol):
     _cancel(self._head)
     _cancel(self._unread)
 
+  def shutdown(self) -> None:
+    """Ends at once, unless a request is answered that is here as a whole."""
+    super().shutdown()
+    cycle = self.cycle
+    if cycle is not None and cycle.more_body and not cycle.response_started:
+      self.transport.abort()
+
   def data_received(self, data: bytes) -> None:
     """Reads a part of a request."""
     super().data_received(data)

@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -36,13 +37,13 @@ def certified(tmp_path_factory):
   return files
 
 
-def serving(ask, app=None, **settings):
+def serving(ask, app=None, grace_s=1, **settings):
   """Returns what `ask` returns, in a thread, for the address of a server."""
   app = app or responses.PlainTextResponse("here")
 
   async def run():
     async with http_server.listening(
-      app, http_server.bind(), grace_s=1, **settings
+      app, http_server.bind(), grace_s=grace_s, **settings
     ) as address:
       return await asyncio.to_thread(ask, address)
 
@@ -128,6 +129,34 @@ def test_a_request_may_take_longer_than_its_head():
       return rest(sock)
 
   assert b"here" in serving(ask, slow, patience=HASTY)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("body", [b"0123", b"0123456789"])
+def test_half_a_body_does_not_hold_up_the_end(body):
+  begun = threading.Event()
+
+  async def read(scope, receive, send):
+    begun.set()
+    while (message := await receive()).get("more_body"):
+      pass
+    if message["type"] == "http.request":  # It is here as a whole.
+      await asyncio.sleep(0.2)
+      await responses.PlainTextResponse("here")(scope, receive, send)
+
+  head = GET[:-2].replace(b"GET", b"POST") + b"content-length: 10\r\n\r\n"
+  with contextlib.ExitStack() as stack:
+
+    def ask(address):
+      sock = stack.enter_context(link(address))
+      sock.sendall(head + body)
+      assert begun.wait(machine_speed.scaled(20))
+      return sock
+
+    start = time.monotonic()
+    sock = serving(ask, read, grace_s=round(machine_speed.scaled(60)))
+    assert time.monotonic() - start < machine_speed.scaled(30)
+    assert (b"here" in rest(sock)) == (len(body) == 10)
 
 
 @pytest.mark.process
