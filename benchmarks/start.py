@@ -5,10 +5,11 @@
 Starts `launch.train` with a compilation cache of its own: once while that is
 empty, then several times more, and takes medians of these. A start ends with
 the first update of the reinforcement learning, so the warm start, the engines'
-programs and the evaluation before the first round are in it. Phases are those
-of --config.log_startup and may run side by side; CPU seconds are of the
-process, by the end of the first update. Programs compiled are entries that the
-start added to the cache. Writes benchmarks/results/start.json.
+programs and the evaluation before the first round are in it; the first step of
+the warm start is the first to change a weight. Phases are those of
+--config.log_startup and may run side by side; CPU seconds are of the process,
+by the end of the first update. Programs compiled are entries that the start
+added to the cache. Writes benchmarks/results/start.json.
 """
 
 import os
@@ -29,8 +30,8 @@ _TRAIN = ("launch.train", "--config=configs/guess_number_moe.py")
 _IMPORT = "import time, launch.train; print(time.process_time())"
 _UPDATE = re.compile(r"first update after ([\d.]+) s, ([\d.]+) s of CPU")
 _PHASE = re.compile(
-  # Behind the time of day.
-  r"^[\d:]+ (\w+: [\w, ]+?) +[\d.]+ +[\d.]+ +([\d.]+) +[\d.]+$",
+  # Behind the time of day: from, to, busy, first.
+  r"^[\d:]+ (\w+: [\w, ]+?) +([\d.]+) +[\d.]+ +([\d.]+) +([\d.]+)$",
   re.M,
 )
 
@@ -70,7 +71,12 @@ def start(directory: pathlib.Path, number: int) -> dict[str, float]:
   wall_s, cpu_s = map(float, found.groups())
   return {
     "import, CPU": float(imports),
-    **{name: float(busy_s) for name, busy_s in phases},
+    **{name: float(busy_s) for name, _, busy_s, _ in phases},
+    "first step of the warm start": next(
+      float(from_s) + float(first_s)
+      for name, from_s, _, first_s in phases
+      if name == "learner: warm start"
+    ),
     "first update": wall_s,
     "first update, CPU": cpu_s,
     "programs compiled": _programs(directory) - before,

@@ -40,6 +40,32 @@ def decode(result: Mapping[str, Any]) -> cells.Rows:
     )
 
 
+def decode_passes(result: Mapping[str, Any]) -> cells.Rows:
+  """Yields what five turns take of the engine, and of the bare step."""
+  yield (
+    "five turns, at once",
+    "side",
+    "passes over the weights",
+    "ids of a pass",
+    "of them asked for",
+    "CPU time of programs",
+    "of the event loop",
+  )
+  for at_once, sides in result.items():
+    if at_once == "machine":
+      continue
+    for side, row in sides.items():
+      yield (
+        at_once,
+        side,
+        f"{row['passes']:.0f}",
+        f"{row['ids a pass']:.0f}",
+        f"{100 * row['wanted']:.0f} %",
+        f"{1000 * row['programs, CPU s']:,.0f} ms",
+        f"{1000 * row['event loop, CPU s']:,.0f} ms",
+      )
+
+
 def engine(result: Mapping[str, Any]) -> cells.Rows:
   """Yields the engine's rate beside that of the bare program."""
   yield (
@@ -306,6 +332,7 @@ def _ways(rows: Iterable[Mapping[str, Any]]) -> cells.Rows:
 
 TABLES: cells.Tables = (
   decode,
+  decode_passes,
   latency,
   speculation,
   engine,
