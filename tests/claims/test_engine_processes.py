@@ -144,6 +144,7 @@ def test_no_process_is_left_of_a_run_that_was_killed(tmp_path):
     time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_in_one_process_imports_nothing_of_it():
   program = (

@@ -48,6 +48,7 @@ async def play(engines):
   return pooled
 
 
+@pytest.mark.slow
 @pytest.mark.compiled
 def test_four_engines_encode_no_more_than_one_does():
   config = tiny_engine.DENSE

@@ -36,6 +36,7 @@ print(files.bytes_read)
 """
 
 
+@pytest.mark.slow
 def test_each_of_two_hosts_reads_its_part_and_the_first_one_exports(tmp_path):
   config = config_lib.tiny_moe(
     vocab_size=16, num_layers=2, d_model=8, head_dim=4, dense_layers=(0,)

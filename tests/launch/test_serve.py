@@ -129,6 +129,7 @@ def test_a_run_is_served_and_its_sessions_are_recorded(finished, tmp_path):
   assert [one.turns[0].tokens.tolist() for one in left] == sampled
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
   changes = [f"--config.{key}={value}" for key, value in ENGINE.items()]

@@ -130,6 +130,7 @@ def test_evaluate_plays_the_latest_checkpoint(finished):
   assert 0 <= outcome["low"] <= outcome["success"] <= outcome["high"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_evaluation_without_a_grade_fails_and_says_so(finished, tmp_path):
   copy = finished.copy(tmp_path)
@@ -273,6 +274,7 @@ def test_checkpoints_that_are_all_damaged_end_the_run(finished, tmp_path):
   assert len(lines(copy / "metrics.jsonl")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("lost", ["evaluation and report", "report"])
 def test_a_run_killed_after_its_last_checkpoint_is_completed(
@@ -293,6 +295,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_completed(
   assert len(lines(copy / "metrics.jsonl")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_resumed_run_stopped_before_a_round_keeps_its_checkpoint(
   finished, tmp_path
@@ -308,6 +311,7 @@ def test_a_resumed_run_stopped_before_a_round_keeps_its_checkpoint(
   assert "nothing to save" not in rest
 
 
+@pytest.mark.slow
 @pytest.mark.process
 # See test_checkpoint: orbax drops its other reads when one fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

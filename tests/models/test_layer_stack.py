@@ -113,9 +113,9 @@ def of_unrolled_layers(replayed):
   [
     ("none", False),
     ("none", True),
-    ("dots", True),
-    ("layer", True),
-    ("host", True),
+    pytest.param("dots", True, marks=pytest.mark.slow),
+    pytest.param("layer", True, marks=pytest.mark.slow),
+    pytest.param("host", True, marks=pytest.mark.slow),
   ],
 )
 def test_values_and_gradients_are_those_of_unrolled_layers(remat, replayed):
@@ -279,6 +279,7 @@ def test_each_layer_changes_as_if_it_were_alone(change):
   )
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_neither_values_nor_gradients():
   _, scanned = pair(num_layers=3, dense_layers=(0,), lora=ADAPTED)
   params = noisy(scanned)

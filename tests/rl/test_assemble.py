@@ -85,9 +85,12 @@ def run(settings):
     # Nearly every other run of the tests has one device a mesh.
     pytest.param(placement.Placement(), marks=pytest.mark.slow),
     placement.Placement(colocated=True),
-    placement.Placement(
-      learner=placement.MeshSpec(data=2, expert=2),
-      decode=placement.MeshSpec(data=2, expert=1),
+    pytest.param(
+      placement.Placement(
+        learner=placement.MeshSpec(data=2, expert=2),
+        decode=placement.MeshSpec(data=2, expert=1),
+      ),
+      marks=pytest.mark.slow,
     ),
   ],
   ids=["one and one", "colocated", "four and two"],
@@ -162,6 +165,7 @@ def break_at(engine, dispatch):
   engine._runner.advance = broken
 
 
+@pytest.mark.slow
 def test_a_warm_start_teaches_the_oracles_answer():
   # The oracle always says "yes"; random parameters say it one time in seven.
   settings = experiment(

@@ -128,6 +128,7 @@ def run(tmp_path_factory):
   return directory / "own"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
   ("module", "arguments", "code", "told"),
@@ -153,6 +154,7 @@ def test_a_launcher_reads_the_run(run, tmp_path, module, arguments, code, told):
   assert told in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_another_process_reads_the_run(run):
   done = commands.launch("launch.report", "--check", run)
@@ -160,6 +162,7 @@ def test_another_process_reads_the_run(run):
   assert "0 violations" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_server_reads_the_run(run):
   # It ends before it loads: the flags are those of a run that it has read.
@@ -170,6 +173,7 @@ def test_the_server_reads_the_run(run):
   assert "did you mean --config.algorithm.loss.scale (float)?" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_goes_on_with_the_file_wherever_it_lies_and_whatever_it_says(
   run, tmp_path

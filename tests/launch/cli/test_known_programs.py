@@ -47,11 +47,16 @@ def test_code_of_others_does_not_run(tmp_path):
 @pytest.mark.parametrize(
   "command",
   [
-    ("launch.evaluate", "--run={}"),
-    ("launch.serve", "--run={}", "--port=0"),
-    ("launch.export", "--run={}", "--directory={}/out"),
-    ("launch.replay", "{}/skipped/round_000001_update_0"),
     ("launch.train", "--config={}/config.json"),
+    *(
+      pytest.param(command, marks=pytest.mark.slow)
+      for command in (
+        ("launch.evaluate", "--run={}"),
+        ("launch.serve", "--run={}", "--port=0"),
+        ("launch.export", "--run={}", "--directory={}/out"),
+        ("launch.replay", "{}/skipped/round_000001_update_0"),
+      )
+    ),
   ],
   ids=lambda command: command[0],
 )

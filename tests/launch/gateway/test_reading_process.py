@@ -80,6 +80,7 @@ def test_a_refusal_arrives_whole(process):
     process.call("text_ids", "\ud800")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_one_request(process):
   chat = dataclasses.replace(READER, chat=ProcessChat())
   one = reading_process.ReadingProcess(chat)

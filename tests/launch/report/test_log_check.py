@@ -247,6 +247,7 @@ def _told(verdict):
   return fields | counted
 
 
+@pytest.mark.slow
 def test_a_log_in_segments_gets_the_verdict_of_one_in_a_piece(run_dir):
   whole = log_check.of_run(run_dir)
   table = log_check.tampered(run_dir)

@@ -195,6 +195,7 @@ def test_a_run_whose_engine_stops_again_and_again_says_so_and_ends(
   assert told.count("error: ") == 1
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_wrong_kernel_ends_the_run_in_its_second_round(
   run_dir, capsys
 ):
@@ -210,6 +211,7 @@ def test_an_engine_with_a_wrong_kernel_ends_the_run_in_its_second_round(
   assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_engines_start_beside_the_warm_start_and_take_its_weights(
   run_dir, capsys
 ):
@@ -273,7 +275,11 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-  ("raises", "says"), [(False, "nan"), (True, "raised KeyError")]
+  ("raises", "says"),
+  [
+    (False, "nan"),
+    pytest.param(True, "raised KeyError", marks=pytest.mark.slow),
+  ],
 )
 def test_a_reward_that_never_works_ends_the_run_and_is_named(
   run_dir, capsys, raises, says

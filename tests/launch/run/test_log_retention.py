@@ -7,6 +7,7 @@ their last two checkpoints, as those on disk do.
 import asyncio
 import dataclasses
 import json
+import shutil
 import threading
 from typing import Any
 
@@ -127,13 +128,18 @@ def told(verdict):
   return fields | counted
 
 
-@pytest.fixture
-def flying(tmp_path):
-  """A run that was killed now and then, and the rounds of its checkpoint."""
-  run = a_run(tmp_path / "run", FLYING)
-  *logs, (last, _) = lives(FLYING)
-  written(run / "events.jsonl", [log for log, _ in logs] + [last])
+@pytest.fixture(scope="module")
+def flown(tmp_path_factory):
+  """A run that was killed now and then."""
+  run = a_run(tmp_path_factory.mktemp("runs") / "run", FLYING)
+  written(run / "events.jsonl", [log for log, _ in lives(FLYING)])
   return run
+
+
+@pytest.fixture
+def flying(flown, tmp_path):
+  """Its copy."""
+  return shutil.copytree(flown, tmp_path / "run")
 
 
 def trimmed(run, rounds, max_bytes=1):
@@ -141,7 +147,13 @@ def trimmed(run, rounds, max_bytes=1):
   return segments.deleted(run / "events.jsonl")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.slow) if name == "redundant" else name
+    for name in SCHEDULES
+  ],
+)
 def test_what_is_left_of_a_log_gets_the_verdict_of_all_of_it(name, tmp_path):
   schedule, numbers = SCHEDULES[name], [0]
   whole = a_run(tmp_path / "whole", schedule)

@@ -225,9 +225,7 @@ RUNS = {
 @pytest.mark.parametrize(
   "name",
   [
-    name
-    if name in ("dense", "pairs")
-    else pytest.param(name, marks=pytest.mark.slow)
+    name if name == "dense" else pytest.param(name, marks=pytest.mark.slow)
     for name in RUNS
   ],
 )
@@ -349,6 +347,7 @@ def train(run_dir, tree):
   return local.train(tree, run_dir)
 
 
+@pytest.mark.slow
 def test_a_run_of_no_rounds_says_what_is_done_and_what_goes_on(
   tmp_path, capsys
 ):
@@ -368,6 +367,7 @@ def test_a_run_of_no_rounds_says_what_is_done_and_what_goes_on(
   assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_its_first_checkpoint_keeps_its_warm_start(
   tmp_path, capsys
 ):

@@ -138,7 +138,11 @@ REDUNDANT = problem_lib.Space(
 
 @pytest.mark.parametrize(
   ("mix", "seed"),
-  [("long", 1), ("both", 3), pytest.param("games", 2, marks=pytest.mark.slow)],
+  [
+    ("long", 1),
+    pytest.param("both", 3, marks=pytest.mark.slow),
+    pytest.param("games", 2, marks=pytest.mark.slow),
+  ],
 )
 def test_the_bound_holds_for_every_schedule_redundancy_and_mix(
   process, mix, seed

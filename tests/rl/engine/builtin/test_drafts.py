@@ -81,7 +81,9 @@ def conversations(served):
   return served.run(all_of_them())
 
 
-@pytest.mark.parametrize("model", ["dense", "sparse"])
+@pytest.mark.parametrize(
+  "model", ["dense", pytest.param("sparse", marks=pytest.mark.slow)]
+)
 def test_answers_are_those_of_an_engine_without_drafts(model):
   sparse = model == "sparse"
   settings = {
