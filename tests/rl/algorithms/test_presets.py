@@ -243,7 +243,7 @@ def test_a_preset_has_the_values_of_its_paper(name):
 # In a run.
 
 # The presets, and with them every kind of part, that `make test` runs.
-QUICK = {"grpo", "distill"}
+QUICK = {"grpo", "gspo", "gigpo", "distill"}
 
 
 @dataclasses.dataclass(eq=False)
