@@ -243,11 +243,12 @@ class Connection:
     return b"".join(pieces)
 
   async def _read(self) -> None:
+    is_waiting = False
     while True:
-      is_waiting = False
       for kind, *rest in wire.unpack(await self._received()):
         # A call begins before a notice behind it is heard; but all calls of a
         # message begin together, so that an engine decodes them together.
+        # The next message may lie there already, and is then read at once.
         if is_waiting and kind != "call":
           await asyncio.sleep(0)
         is_waiting = kind == "call"

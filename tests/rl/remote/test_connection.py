@@ -174,6 +174,25 @@ def test_nothing_overtakes_anything():
   assert heard == [(kind, i) for i in range(5) for kind in ("call", "notice")]
 
 
+def test_a_notice_of_a_later_message_finds_the_call_begun():
+  heard = []
+
+  async def begin():
+    heard.append("call")
+
+  async def scenario(asking, served, _):
+    call = asyncio.create_task(asking.call("begin", deadline_s=5))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # It is sent, and a message of its own.
+    asking.post("tell")
+    await call
+
+  both = {"serves": {"begin": begin}, "hears": {"tell": heard.append}}
+  both["hears"] = {"tell": lambda: heard.append("notice")}
+  play(scenario, **both)
+  assert heard == ["call", "notice"]
+
+
 def test_a_notice_before_an_answer_arrives_before_it():
   heard = []
 
