@@ -1,6 +1,7 @@
 """The contract of environments, tasks and rewards: text in, text out."""
 
 import contextlib
+import contextvars
 import dataclasses
 import json
 import os
@@ -470,6 +471,23 @@ class Reward(Protocol):
   ) -> Sequence[Grade]:
     """Returns one grade for each transcript, in order."""
     ...
+
+
+class CallClock(Protocol):
+  """Measures a call of a reward or an environment against its deadline."""
+
+  def change(self, *, waiting: int = 0, held: int = 0) -> None:
+    """Changes the number of places that the call waits for, or holds.
+
+    The clock stands still while it waits for some and holds none; see
+    `envs.call_clock.place`.
+    """
+
+
+CLOCK: contextvars.ContextVar[CallClock | None] = contextvars.ContextVar(
+  "clock of a call", default=None
+)
+"""Of the call that runs now; tasks that it begins have it, too."""
 
 
 @runtime_checkable

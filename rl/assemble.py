@@ -1,6 +1,7 @@
 """All wiring, once, for every runtime: Experiment -> Parts."""
 
 import asyncio
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -118,24 +119,23 @@ class Parts:
 
   async def close(self) -> None:
     """Ends the engine and the threads; safe when nothing was started."""
-    await asyncio.gather(*self.player.closing)
-    await self.player.graders.close()
-    if self.player.agents is not None:
-      await self.player.agents.close()
-    await self.members.close()
-    await self.restarts.close()
-    await self.router.close()
-    for others in (self.remote, self.gang):
-      if others is not None:
-        await others.close()
-    for thread in (
-      *self.decode_threads,
-      self.copy_thread,
-      self.learner_thread,
-    ):
-      thread.close()
-    self.log.flush()
-    self.spans.flush()
+    threads = *self.decode_threads, self.copy_thread, self.learner_thread
+    # In the opposite order; each ends whatever becomes of those before.
+    async with contextlib.AsyncExitStack() as closing:
+      closing.callback(self.spans.flush)
+      closing.callback(self.log.flush)
+      for thread in reversed(threads):
+        closing.callback(thread.close)
+      for others in (self.gang, self.remote):
+        if others is not None:
+          closing.push_async_callback(others.close)
+      closing.push_async_callback(self.router.close)
+      closing.push_async_callback(self.restarts.close)
+      closing.push_async_callback(self.members.close)
+      if self.player.agents is not None:
+        closing.push_async_callback(self.player.agents.close)
+      closing.push_async_callback(self.player.graders.close)
+      await asyncio.gather(*self.player.closing)
 
 
 def fit(
@@ -277,6 +277,7 @@ def build(
     log,
     watchdog=watchdog,
     report=report,
+    place_s=experiment.placement.backend.place_s if remote else 0.0,
   )
   members = membership.Membership(
     serving,

@@ -18,13 +18,15 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from envs import call_clock
+
 _T = TypeVar("_T")
 
 _KNOWN_CALLS = 20
 _RECENT_CALLS = 200
-_KEPT: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] = (
-  weakref.WeakKeyDictionary()
-)
+_KEPT: weakref.WeakKeyDictionary[
+  asyncio.AbstractEventLoop, "list[tuple[Caller, Client]]"
+] = weakref.WeakKeyDictionary()
 
 
 class CallError(OSError):
@@ -111,7 +113,7 @@ class Calls:
     Raises:
       Exception: what the first call raised, if none was answered.
     """
-    async with self._places:
+    async with call_clock.place(self._places):
       time = asyncio.get_running_loop().time
       began = time()
       tasks = [asyncio.create_task(self._billed(once))]
@@ -210,22 +212,26 @@ class Caller(abc.ABC):
 
   async def close(self) -> None:
     """Ends connections and processes."""
-    kept = _KEPT.get(asyncio.get_running_loop(), {})
-    if (client := kept.pop(self._key, None)) is not None:
-      await client.close()
+    if (kept := self._kept()) is not None:
+      _KEPT[asyncio.get_running_loop()].remove(kept)
+      await kept[1].close()
 
   def counts(self) -> Mapping[str, float]:
     """Returns the costs since the first call."""
-    client = _KEPT.get(asyncio.get_running_loop(), {}).get(self._key)
-    return {} if client is None else client.calls.counts.as_dict()
+    kept = self._kept()
+    return {} if kept is None else kept[1].calls.counts.as_dict()
 
   @property
   def _client(self) -> Client:
-    kept = _KEPT.setdefault(asyncio.get_running_loop(), {})
-    if self._key not in kept:
-      kept[self._key] = self.client()
-    return kept[self._key]
+    if (kept := self._kept()) is None:
+      kept = self, self.client()
+      _KEPT.setdefault(asyncio.get_running_loop(), []).append(kept)
+    return kept[1]
 
-  @property
-  def _key(self) -> Any:
-    return type(self), self  # Equal settings share a client.
+  def _kept(self) -> "tuple[Caller, Client] | None":
+    """Returns the client of this loop with its setting, if there is one."""
+    # Equal settings share one. They need no hash: fields may be mappings.
+    for kept in _KEPT.get(asyncio.get_running_loop(), ()):
+      if kept[0] is self or (type(kept[0]) is type(self) and kept[0] == self):
+        return kept
+    return None

@@ -12,7 +12,7 @@ import secrets
 import weakref
 from collections.abc import Sequence
 
-from envs import base
+from envs import base, call_clock
 from envs.rewards import answers, code_harness
 from envs.sandbox import sandbox
 
@@ -77,7 +77,7 @@ class UnitTests:
       asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)
     )
     word = secrets.token_hex(16)
-    async with slots:
+    async with call_clock.place(slots):
       done = await self.limits.run(
         _harness(), json.dumps([answer, tests, word])
       )

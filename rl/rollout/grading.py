@@ -17,11 +17,15 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from absl import logging
+
 from envs import base
 from rl.data import trajectory
 from rl.runtime import isolation
 from rl.runtime import watchdog as watchdog_lib
 from rl.settings import backoff, checks
+
+_CLOSE_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class Retries(backoff.Backoff):
   """Retries of a failing reward.
 
   Attributes:
-    deadline_s: of one call.
+    deadline_s: of one call, without its waits for places (`envs.call_clock`).
   """
 
   deadline_s: float = 30.0
@@ -111,10 +115,11 @@ class Graders:
     refuse_stateful(reward)
     self._alone = base.alone(reward)
     both = (*base.parts(reward), *base.parts(self._alone))
-    # Equal settings share their connections and processes.
-    self._offloaded = list(
-      dict.fromkeys(one for one in both if isinstance(one, base.Offloaded))
-    )
+    self._offloaded: list[base.Offloaded] = []
+    for one in both:
+      # Equal settings share their connections and processes.
+      if isinstance(one, base.Offloaded) and one not in self._offloaded:
+        self._offloaded.append(one)
     if max_concurrent < 1:
       raise ValueError(f"max_concurrent={max_concurrent} must be at least 1")
     self._reward = reward
@@ -138,9 +143,15 @@ class Graders:
       raise RewardUnreachable(f"reward: {error}") from error
 
   async def close(self) -> None:
-    """Ends connections and processes of rewards; safe when there are none."""
+    """Ends connections and processes of rewards; safe when there are none.
+
+    One that does not end them is left behind with a warning.
+    """
     for one in self._offloaded:
-      await one.close()
+      try:
+        await isolation.guarded(one.close, _CLOSE_S, "close")
+      except isolation.Fault as fault:
+        logging.warning("reward %s: %s", type(one).__name__, fault)
 
   def costs(self) -> dict[str, float]:
     """Returns the costs of rewards computed elsewhere, by name, summed up."""
@@ -273,7 +284,7 @@ class Graders:
         self._watchdog,
         owner=owner,
         what="a place to be graded",
-        # Every call that holds a place ends within this time.
+        # A call that holds a place ends within this time, unless it queues.
         deadline_s=self._retries.deadline_s,
       ):
         await self._places.acquire()

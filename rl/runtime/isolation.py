@@ -3,6 +3,8 @@
 guarded: call -> _run in its own task --+-> under a deadline -> check -> value
            |                            |       |
            +-- a future: no task -------+       +-- too late -> _leave_behind
+
+A deadline stands still while its call queues: see `envs.call_clock`.
 """
 
 import asyncio
@@ -71,20 +73,24 @@ async def guarded(
       run user code too.
   """
   loop = asyncio.get_running_loop()
-  due_s = loop.time() + deadline_s
   answer: asyncio.Future[_Outcome | None] = loop.create_future()
+  deadline = _Deadline(answer, deadline_s)
   with (
     watchdog_lib.UNLISTED
     if watchdog is None
     else watchdog.track(owner=owner, what=what + of, deadline_s=deadline_s)
   ):
-    work = _begin(call, answer)
+    outer = base.CLOCK.set(deadline)
+    try:
+      work = _begin(call, answer)
+    finally:
+      base.CLOCK.reset(outer)
     if not answer.done():
-      timer = loop.call_at(due_s, _give, answer, None)
+      deadline.begin()
       try:
         await answer
       finally:
-        timer.cancel()
+        deadline.end()
         if not work.done():
           _leave_behind(work, set() if late is None else late)
   outcome = answer.result()
@@ -101,6 +107,61 @@ async def guarded(
     raise
   except BaseException as error:
     raise Fault(f"{what} returned what raised {base.reason(error)}") from error
+
+
+class _Deadline:
+  """Gives None as the outcome of a call whose seconds are over.
+
+  They count from now on; nothing is given before `begin`, nor after `end`.
+  A `base.CallClock`.
+  """
+
+  __slots__ = (
+    "_answer",
+    "_due_s",
+    "_held",
+    "_is_set",
+    "_loop",
+    "_timer",
+    "_waiting",
+  )
+
+  def __init__(self, answer: asyncio.Future[_Outcome | None], seconds: float):
+    self._answer = answer
+    self._loop = answer.get_loop()
+    # On the clock of the loop; while this one stands still, the seconds left.
+    self._due_s = self._loop.time() + seconds
+    self._waiting = self._held = 0
+    self._is_set = False
+    self._timer: asyncio.TimerHandle | None = None
+
+  def begin(self) -> None:
+    self._is_set = True
+    self._renew()
+
+  def end(self) -> None:
+    self._is_set = False
+    self._renew()
+
+  def change(self, *, waiting: int = 0, held: int = 0) -> None:
+    stood_still = self._stands_still
+    self._waiting += waiting
+    self._held += held
+    if self._stands_still != stood_still:
+      now_s = self._loop.time()
+      self._due_s += now_s if stood_still else -now_s
+      self._renew()
+
+  @property
+  def _stands_still(self) -> bool:
+    return self._waiting > 0 and not self._held
+
+  def _renew(self) -> None:
+    if self._timer is not None:
+      self._timer.cancel()
+      self._timer = None
+    if self._is_set and not self._stands_still:
+      self._timer = self._loop.call_at(self._due_s, _give, self._answer, None)
 
 
 def _begin(

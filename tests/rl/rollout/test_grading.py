@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envs import base, threads
+from envs import base, call_clock, threads
 from envs.rewards import rewards
 from rl.data import trajectory
 from rl.rollout import grading
@@ -408,3 +408,88 @@ def test_graders_that_could_not_grade_are_refused():
     grading.Graders(Told([]), RETRIES, 0)
   with pytest.raises(ValueError, match="stateless=False"):
     grading.Graders(Told([], stateless=False))
+
+
+@dataclasses.dataclass(eq=False)
+class Queueing:
+  """A reward that takes `works_s`, at one of two places, once for each part."""
+
+  works_s: float
+  parts: int = 1
+  stateless: bool = True
+  places: asyncio.Semaphore = dataclasses.field(
+    default_factory=lambda: asyncio.Semaphore(2)
+  )
+
+  async def __call__(self, task, transcripts) -> Any:
+    await asyncio.gather(*(self._work() for _ in range(self.parts)))
+    return [base.Grade.single("worked", 1.0)]
+
+  async def _work(self) -> None:
+    async with call_clock.place(self.places):
+      await asyncio.sleep(self.works_s)
+
+
+def test_a_wait_for_a_place_of_a_reward_is_not_its_own_time():
+  async def scenario():
+    graders = grading.Graders(Queueing(works_s=15.0), RETRIES)
+    records = await asyncio.gather(*(graded(graders, i) for i in range(8)))
+    return [one.reward for one in records], graders.stats().retries, now()
+
+  # The last waits for 45 s, with a deadline of 20.
+  assert virtual_clock.run(scenario()) == ([1.0] * 8, 0, 60.0)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_reward_that_holds_a_place_is_late_whatever_else_it_waits_for(parts):
+  async def scenario():
+    alone = dataclasses.replace(RETRIES, attempts=1)
+    reward = Queueing(works_s=math.inf, parts=parts)
+    record = await graded(grading.Graders(reward, alone))
+    return record.fault, now()
+
+  assert virtual_clock.run(scenario()) == ("reward took over 20 s", 20.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Offloaded:
+  """A reward that cannot be hashed, and fails to end what it has."""
+
+  weights: dict[str, float] = dataclasses.field(default_factory=dict)
+  closed: list[str] = dataclasses.field(default_factory=list, compare=False)
+  stateless = True
+
+  async def __call__(self, task, transcripts) -> Any:
+    return [base.Grade.single("offloaded", 1.0)]
+
+  async def open(self) -> None:
+    pass
+
+  async def close(self) -> None:
+    self.closed.append("closed")
+    raise OSError("its server is gone")
+
+  def counts(self):
+    return {"calls": 1.0}
+
+
+def test_a_reward_that_fails_to_close_does_not_keep_others_from_it():
+  one, other = Offloaded({"a": 1.0}), Offloaded({"b": 1.0})
+  both = rewards.Weighted(
+    tuple(
+      rewards.Criterion(name, reward)
+      for name, reward in (
+        ("one", one),
+        ("other", other),
+        ("again", dataclasses.replace(one)),
+      )
+    )
+  )
+
+  async def scenario():
+    graders = grading.Graders(both)
+    await graders.close()
+    return graders.costs()
+
+  assert virtual_clock.run(scenario()) == {"calls": 2.0}
+  assert (one.closed, other.closed) == (["closed"], ["closed"])
