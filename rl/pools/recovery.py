@@ -31,7 +31,8 @@ class Recovery(backoff.Backoff):
 
   Attributes:
     start_s: deadline of one restart, from the end of the dead engine until it
-      serves; programs are compiled again in it.
+      serves; programs are compiled again in it. The wait for a place, of up to
+      `place_s` of the backend, comes on top.
     steady_s: an engine that has served for so long since it came back has all
       its attempts again.
   """
@@ -83,6 +84,7 @@ class Restarts:
     build: makes an engine, not started, for the place of this number, on the
       same devices and thread as the one before.
     report: told of every restart.
+    place_s: longest wait for a place, which comes on top of `start_s`.
 
   Attributes:
     restarts: attempts that began.
@@ -99,8 +101,10 @@ class Restarts:
     *,
     watchdog: watchdog_lib.Watchdog | None = None,
     report: Callable[[str], None] | None = None,
+    place_s: float = 0.0,
   ):
     self._settings = settings
+    self._place_s = place_s
     self._router = router
     self._publisher = publisher
     self._build = build
@@ -141,7 +145,7 @@ class Restarts:
         self._watchdog,
         owner=f"engine {number}",
         what=f"restart {failures} of {settings.attempts - 1}",
-        deadline_s=wait_s + settings.start_s,
+        deadline_s=wait_s + settings.start_s + self._place_s,
       ):
         await asyncio.sleep(wait_s)
         self.restarts += 1
@@ -154,14 +158,17 @@ class Restarts:
 
   async def _try(self, number: int) -> str:
     """Starts an engine once; returns why it failed, "" if it serves."""
-    start_s = self._settings.start_s
-    deadline = asyncio.timeout(start_s)
+    start_s, place_s = self._settings.start_s, self._place_s
+    deadline = asyncio.timeout(start_s + place_s)
     try:
       async with deadline:
         await self._start(number)
     except Exception as error:
       if deadline.expired():
-        return f"its restart took longer than recovery.start_s={start_s:g} s"
+        place = f" and place_s={place_s:g} s" if place_s else ""
+        return (
+          f"its restart took longer than recovery.start_s={start_s:g} s{place}"
+        )
       return f"its restart raised {error!r}"
     self._back_s[number] = asyncio.get_running_loop().time()
     self._report(f"engine {number} serves again")

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -234,6 +235,7 @@ class Pool:
   routing: dict = dataclasses.field(default_factory=dict)
   count: int = 2
   watchdog: Any = None
+  place_s: float = 0.0
 
   def start(self):
     self.log = event_log.EventLog(clock=asyncio.get_running_loop().time)
@@ -254,6 +256,7 @@ class Pool:
       lambda number: (self.build or starting)(),
       self.log,
       watchdog=self.watchdog,
+      place_s=self.place_s,
     )
     return self
 
@@ -334,6 +337,21 @@ def test_an_engine_that_is_back_before_the_copies_are_made_switches_as_well():
     ("switched", 0, 1),
     ("switched", 1, 1),
   ]
+
+
+@pytest.mark.parametrize("place_s", [0.0, 60.0])
+def test_a_restart_waits_for_a_place_as_the_first_start_does(place_s):
+  async def scenario():
+    # It is ready after 50 s, most of them in the queue of a cluster.
+    slow = functools.partial(starting, start_s=50.0)
+    settings = dataclasses.replace(QUICK, attempts=2)
+    pool = Pool(settings, build=slow, place_s=place_s).start()
+    await pool.lose(0)
+    pool.router._lose(0, "its host is gone")
+    await asyncio.sleep(90)
+    return pool.restarts.restarts, pool.restarts.given_up
+
+  assert pools.run(scenario()) == (1, int(not place_s))
 
 
 def test_an_engine_that_is_given_up_at_once_is_closed():
