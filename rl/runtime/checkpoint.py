@@ -1,12 +1,16 @@
 """Checkpoints of a run: whole or not at all, and verified when read."""
 
+import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import logging as python_logging
+import os
 import pathlib
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +24,15 @@ from rl.runtime import checksum, disk
 # Failures that are not the checkpoint's. Any other exception is: orbax raises
 # all kinds, bare Exception included, on files that are cut, changed or gone.
 _NOT_DAMAGE = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
+_PASSING = {
+  errno.EMFILE,
+  errno.ENFILE,
+  errno.ENOMEM,
+  errno.EINTR,
+  errno.ESTALE,
+  errno.ETIMEDOUT,
+}
+"""Errors of a system that is short of something, or of a network."""
 _OF_DISK = re.compile(
   r"No space left on device|no space left for [\d.,]+ MB"
   "|Read-only file system|Disk quota exceeded|File too large"
@@ -79,6 +92,8 @@ class Checkpoints:
 
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._writing = False
+    self._finishing = threading.Lock()
+    self._error: Exception | None = None
     self._damaged: list[int] = []
 
   @contextlib.contextmanager
@@ -134,13 +149,27 @@ class Checkpoints:
       )
     self._writing = True
 
+  async def written(self) -> None:
+    """Returns when the last save is over, well or not; `wait` says which."""
+    await asyncio.to_thread(self._finish)
+
+  def _finish(self) -> None:
+    with self._finishing:
+      try:
+        self._orbax.wait_until_finished()
+      except Exception as error:
+        self._error = error
+
   def wait(self) -> None:
     """Returns when the last save is whole; deletes those beyond `keep`.
 
     Raises:
       Exception: the error of that save, once.
     """
-    self._orbax.wait_until_finished()
+    self._finish()
+    error, self._error = self._error, None
+    if error is not None:
+      raise error
     if self._writing:
       for step in self._steps()[: -self._keep]:
         _delete(self._directory / str(step))
@@ -166,6 +195,7 @@ class Checkpoints:
 
     Raises:
       Mismatch: the newest readable one has another tree, shape or dtype.
+      OSError: the system, not a checkpoint, made a read fail.
     """
     skipped = []
     self._damaged = []
@@ -175,6 +205,11 @@ class Checkpoints:
       except (Mismatch, *_NOT_DAMAGE):
         raise
       except Exception as error:
+        if number := _passing(error):
+          why = f"{os.strerror(number)}, as it was read"
+          raise OSError(
+            number, why, str(self._directory / str(step))
+          ) from error
         self._damaged.append(step)
         skipped.append(f"{step} ({_in_short(error)})")
         continue
@@ -324,6 +359,12 @@ def _warn(directory: pathlib.Path, skipped: list[str], instead: str) -> None:
     logging.warning(
       "skipped the damaged checkpoint %s/%s; %s", directory, name, instead
     )
+
+
+def _passing(error: Exception) -> int:
+  """Returns the number of a passing error of the system; 0 of another."""
+  # Orbax and tensorstore keep the words of an error, but not its type.
+  return next((n for n in _PASSING if os.strerror(n) in str(error)), 0)
 
 
 def _in_short(error: Exception) -> str:

@@ -296,6 +296,7 @@ def test_a_failure_in_the_background_is_raised_by_wait(checkpoints):
   resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
   try:
     checkpoints.save(1, _state(1), {})
+    asyncio.run(checkpoints.written())  # Says nothing of how it went.
     with pytest.raises(ValueError, match="File too large"):
       checkpoints.wait()
   finally:
@@ -304,6 +305,21 @@ def test_a_failure_in_the_background_is_raised_by_wait(checkpoints):
   checkpoints.save(2, _state(2), {})
   checkpoints.wait()
   assert checkpoints.restore(_abstract(_state(0))).step == 2
+
+
+def test_a_system_that_is_short_of_something_damages_no_checkpoint(
+  two_saved, monkeypatch
+):
+  def fail(*_):
+    # As tensorstore tells it.
+    raise ValueError("RESOURCE_EXHAUSTED: Too many open files [source ..]")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(two_saved, "_read", fail)
+    with pytest.raises(OSError, match="Too many open files, as it was read"):
+      two_saved.restore(_abstract(_state(0)))
+  newest = two_saved.restore(_abstract(_state(0)))
+  assert (newest.step, newest.skipped) == (2, ())
 
 
 def test_a_step_that_exists_is_not_overwritten(two_saved):
