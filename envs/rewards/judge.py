@@ -28,6 +28,8 @@ import shlex
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from absl import logging
+
 from envs import base, extras, guarded_process
 from envs.offload import calls, http
 from envs.rewards import rewards
@@ -35,6 +37,8 @@ from envs.rewards import rewards
 MAX_CHARS = 100_000
 """Length of a conversation above which it is not judged, and worth nothing."""
 
+_RESTART_S = 10.0
+"""Time from one start of a server to the next, if it cannot be used."""
 _CONTROL = re.compile(r"<|\[(?=/?[A-Z])")
 _ADDRESS = re.compile(rb"https?://[^\s/]+")
 _WORK = """\
@@ -116,33 +120,63 @@ class _Connection(calls.Client):
     super().__init__(setting.hedge, setting.max_connections)
     self._setting = setting
     self._connections = http.Connections(setting.timeout_s)
-    self._starting = asyncio.Lock()
+    self._opening: asyncio.Task[None] | None = None
+    self._opened_s = -math.inf
     self._url, self._model = "", ""
     self._process: guarded_process.GuardedProcess | None = None
     self._output: asyncio.Task[None] | None = None
 
   async def open(self) -> None:
-    """Starts the server if it is ours, and finds the model."""
-    async with self._starting:
-      if self._model:
-        return
-      setting = self._setting
+    """Starts the server if it is ours and not there, and finds the model.
+
+    One start is for all calls; that of a call is not cancelled with it. A
+    server that has failed is not started again at once.
+    """
+    if self._model and (self._output is None or not self._output.done()):
+      return
+    now_s = asyncio.get_running_loop().time()
+    if self._opening is None or (
+      self._opening.done() and now_s > self._opened_s + _RESTART_S
+    ):
+      self._opened_s = now_s
+      self._opening = asyncio.create_task(self._open())
+      # Not an error of its own if all who waited for it have left.
+      self._opening.add_done_callback(
+        lambda done: done.cancelled() or done.exception()
+      )
+    await asyncio.shield(self._opening)
+
+  async def _open(self) -> None:
+    setting = self._setting
+    self._model = ""
+    if (ended := await self._end()) and setting.command:
+      logging.warning(
+        "judge %r %s; it is started again", setting.command, ended
+      )
+    try:
       self._url = setting.base_url.rstrip("/") or await self._start()
-      url = f"{self._url}/models"
-      headers = http.authorization(setting.key)
-      text = await self._connections.request("GET", url, headers=headers)
-      try:
-        names = [str(one["id"]) for one in json.loads(text)["data"]]
-      except (ValueError, KeyError, TypeError) as error:
-        raise calls.CallError(
-          f"{url} answered {text[:60]!r}, which is no list of models"
-        ) from error
-      if not names or (setting.model and setting.model not in names):
-        raise calls.CallError(
-          f"{url} lists {', '.join(names) or 'no model'}, but "
-          f"model={setting.model or 'the first'} is asked for"
-        )
-      self._model = setting.model or names[0]
+      self._model = await self._find_model()
+    except BaseException:
+      await self._end()
+      raise
+
+  async def _find_model(self) -> str:
+    setting = self._setting
+    url = f"{self._url}/models"
+    headers = http.authorization(setting.key)
+    text = await self._connections.request("GET", url, headers=headers)
+    try:
+      names = [str(one["id"]) for one in json.loads(text)["data"]]
+    except (ValueError, KeyError, TypeError) as error:
+      raise calls.CallError(
+        f"{url} answered {text[:60]!r}, which is no list of models"
+      ) from error
+    if not names or (setting.model and setting.model not in names):
+      raise calls.CallError(
+        f"{url} lists {', '.join(names) or 'no model'}, but "
+        f"model={setting.model or 'the first'} is asked for"
+      )
+    return setting.model or names[0]
 
   async def send(self, request: bytes) -> str:
     """Returns the text of an answer."""
@@ -153,11 +187,20 @@ class _Connection(calls.Client):
   async def close(self) -> None:
     """Closes the connections, and ends the server if it is ours."""
     await self._connections.close()
-    if self._process is not None:
-      assert self._output
-      self._output.cancel()
-      await asyncio.wait([self._output])
-      await self._process.end()
+    if self._opening is not None:
+      self._opening.cancel()
+      await asyncio.wait([self._opening])
+    await self._end()
+
+  async def _end(self) -> str:
+    """Ends the server if it is ours; returns how it ended, "" if it is not."""
+    process, self._process = self._process, None
+    if process is None:
+      return ""
+    assert self._output
+    self._output.cancel()
+    await asyncio.wait([self._output])
+    return await process.end()
 
   async def _start(self) -> str:
     """Starts the server; returns the URL of its API once it serves."""

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import pathlib
 import re
+import signal
 import sys
 from typing import Any
 
@@ -278,6 +280,37 @@ def test_a_judge_of_the_runs_own_begins_and_ends_with_it(tmp_path):
     return pid
 
   assert not pathlib.Path(f"/proc/{asyncio.run(run())}").exists()
+
+
+@pytest.mark.process
+def test_a_judge_of_the_runs_own_that_dies_is_started_again(tmp_path):
+  (tmp_path / "server.py").write_text(SERVER)
+  server = judge.JudgeServer(
+    command=f"{sys.executable} {tmp_path}/server.py {tmp_path}/pid"
+  )
+
+  async def run():
+    await server.open()
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    while pathlib.Path(f"/proc/{pid}").exists():
+      await asyncio.sleep(0.01)
+    while server.counts()["cold_starts"] == 1:
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "_RESTART_S", 0.0)
+        # All who ask share one start, also after one of them has left.
+        asks = [asyncio.create_task(server.open()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        asks[0].cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+    again = int((tmp_path / "pid").read_text())
+    assert again != pid
+    assert pathlib.Path(f"/proc/{again}").exists()
+    assert server.counts()["cold_starts"] == 2
+    await server.close()
+    assert not pathlib.Path(f"/proc/{again}").exists()
+
+  asyncio.run(run())
 
 
 @pytest.mark.process
