@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -76,22 +77,35 @@ async def _evaluate(
     except grading.RewardUnreachable as error:
       error_codes.fail(error, status=1)
     await parts.start(found.state, found.step, report)
-    settings = experiment.evaluation
-    outcome, _ = await parts.watchdog.wait(
-      evaluate.evaluate(
-        parts.player,
-        episodes=_EPISODES.value,
-        temperature=settings.temperature,
-        success=settings.success,
-        seed=experiment.seed,
-        report=report,
-      ),
-      owner="the run",
-      what="the evaluation",
-      deadline_s=experiment.progress_timeout_s,
-      renew_on_heartbeat=True,
-    )
+    settings, end_s = experiment.evaluation, experiment.progress_timeout_s
+    with parts.watchdog.guard(
+      loop_lag_s=min(30.0, end_s / 2), end_s=end_s, end=_end_blocked
+    ):
+      outcome, _ = await parts.watchdog.wait(
+        evaluate.evaluate(
+          parts.player,
+          episodes=_EPISODES.value,
+          temperature=settings.temperature,
+          success=settings.success,
+          seed=experiment.seed,
+          report=report,
+        ),
+        owner="the run",
+        what="the evaluation",
+        deadline_s=end_s,
+        renew_on_heartbeat=True,
+      )
   return found.step, outcome
+
+
+def _end_blocked() -> None:
+  """Ends the process, whose event loop can end nothing any more."""
+  blocked = (
+    "the event loop was blocked for longer than progress_timeout_s; the call "
+    "that blocks it is above"
+  )
+  print(error_codes.text(blocked, "TM-R07"), file=sys.stderr, flush=True)
+  os._exit(1)
 
 
 if __name__ == "__main__":

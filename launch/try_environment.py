@@ -14,7 +14,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import rich.console
@@ -36,6 +36,7 @@ from rl.rollout import (
   episode,
   group_rollout,
 )
+from rl.runtime import watchdog as watchdog_lib
 from rl.settings import annotations, checks
 
 _ENVIRONMENT = absl_flags.DEFINE_string(
@@ -72,6 +73,8 @@ _TASKS = absl_flags.DEFINE_integer(
 )
 
 _MIN_WIDTH = 80
+_PATIENCE_S = 10.0
+"""Time for which a call may block the event loop, on top of a step's."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -81,9 +84,7 @@ def main() -> None:
   with flags.exit_on_setting_error():
     trial = _trial()
   with steps.Steps(sys.stderr) as told:
-    played, results = asyncio.run(
-      environment_checks.run(trial, _TASKS.value, told.phase)
-    )
+    played, results = asyncio.run(_checked(trial, told.phase))
   console = rich.console.Console(
     file=sys.stdout,
     markup=False,
@@ -102,6 +103,31 @@ def main() -> None:
   print(f"{wrong} of {len(results)} checks failed" if wrong else well)
   if wrong:
     sys.exit(1)
+
+
+async def _checked(
+  trial: environment_trial.Trial, report: Callable[[str], None]
+) -> tuple[
+  list[environment_trial.PlayedEpisode], list[environment_checks.CheckResult]
+]:
+  """Returns what was played, and the checks; ends where a call blocks it."""
+  end_s = trial.limits.step_s + _PATIENCE_S
+  watchdog = watchdog_lib.Watchdog(report=_tell)
+
+  def end() -> None:
+    _tell(
+      f"a call has blocked the event loop for {end_s:g} s, and nothing else "
+      "runs meanwhile: see above where. Await it, call it by "
+      "envs.threads.call, or run the environment in envs.workers.Processes"
+    )
+    os._exit(1)
+
+  with watchdog.guard(loop_lag_s=_PATIENCE_S, end_s=end_s, end=end):
+    return await environment_checks.run(trial, _TASKS.value, report)
+
+
+def _tell(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
 
 
 def show(

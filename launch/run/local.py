@@ -166,6 +166,7 @@ class _Run(progress_lib.RunObserver):
     self._unwritable: OSError | None = None
     self._saved = -1
     self._has_warned = False
+    self._is_guarded = False
     self._engines: asyncio.Task[None] | None = None
     # What they do, shown once nothing else is waited for.
     self._engines_phase, self._awaits_engines = "compiling the engines", False
@@ -217,14 +218,16 @@ class _Run(progress_lib.RunObserver):
 
   async def _train(self) -> int:
     self._tracker = self._open_tracker()
-    progress = await self._restore() or await self._begin()
+    with self._guarding():
+      progress = await self._restore() or await self._begin()
     with summary.report_on_failure(self._dir, self._flush, self._screen.note):
       if progress.trained >= self._experiment.rounds:
         return await self._complete(progress)
-      await self._open(progress)
-      await self._parts.admit()
-      await self._evaluate_alone(progress.trained)
-      await self._rounds(progress)
+      with self._guarding():
+        await self._open(progress)
+        await self._parts.admit()
+        await self._evaluate_alone(progress.trained)
+        await self._rounds(progress)
       if self._signals.number:
         return self._stopped()
       await self._evaluate_alone(self._experiment.rounds)
@@ -253,10 +256,7 @@ class _Run(progress_lib.RunObserver):
     gc.collect()
     gc.freeze()
     try:
-      with (
-        self._signals.calling(loop.stop),
-        self._guarding(),
-      ):
+      with self._signals.calling(loop.stop):
         await loop.run(progress)
     except coordinator.Stopped:
       pass
@@ -489,10 +489,18 @@ class _Run(progress_lib.RunObserver):
     trained = progress.trained
     if trained == self._saved:
       return
-    now = await initial_state.fetched(self._parts, progress)
     what = (
       f"the checkpoint of {self._checkpoint_name(trained)}, or that before it,"
     )
+    if not self._experiment.repeatable:
+      # The loop goes on meanwhile: workers leave a run that does not answer.
+      await self._parts.watchdog.wait(
+        self._checkpoints.written(),
+        owner="the run",
+        what=f"{what} to be written",
+        deadline_s=self._experiment.progress_timeout_s,
+      )
+    now = await initial_state.fetched(self._parts, progress)
     with (
       self._parts.spans.span("host", "checkpoint", round=trained),
       self._waiting_for_disk(what),
@@ -503,13 +511,14 @@ class _Run(progress_lib.RunObserver):
 
   async def _evaluate_alone(self, version: int) -> None:
     """Evaluates outside the rounds, where only this watches the deadline."""
-    await self._parts.watchdog.wait(
-      self._evaluate(version, self._screen.phase),
-      owner="the run",
-      what=f"the evaluation of version {version}",
-      deadline_s=self._experiment.progress_timeout_s,
-      renew_on_heartbeat=True,
-    )
+    with self._guarding():
+      await self._parts.watchdog.wait(
+        self._evaluate(version, self._screen.phase),
+        owner="the run",
+        what=f"the evaluation of version {version}",
+        deadline_s=self._experiment.progress_timeout_s,
+        renew_on_heartbeat=True,
+      )
 
   async def _evaluate(
     self, version: int, report: Callable[[str], None] = lambda text: None
@@ -556,15 +565,24 @@ class _Run(progress_lib.RunObserver):
       deadline_s=self._experiment.progress_timeout_s,
     )
 
-  def _guarding(self) -> contextlib.AbstractContextManager[None]:
-    """Ends a run whose event loop is blocked for too long."""
+  @contextlib.contextmanager
+  def _guarding(self) -> Iterator[None]:
+    """Ends a run whose event loop is blocked for too long; may be nested."""
+    if self._is_guarded:
+      yield
+      return
     end_s = self._experiment.progress_timeout_s
-    return self._parts.watchdog.guard(
-      # Told before it ends the run, where that is patient enough for it.
-      loop_lag_s=min(_LOOP_LAG_S, max(_MIN_LAG_S, end_s / 2)),
-      end_s=end_s,
-      end=self._end_blocked,
-    )
+    self._is_guarded = True
+    try:
+      with self._parts.watchdog.guard(
+        # Told before it ends the run, where that is patient enough for it.
+        loop_lag_s=min(_LOOP_LAG_S, max(_MIN_LAG_S, end_s / 2)),
+        end_s=end_s,
+        end=self._end_blocked,
+      ):
+        yield
+    finally:
+      self._is_guarded = False
 
   def _close_checkpoints(self) -> None:
     with self._saving_last():

@@ -10,7 +10,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Signals:
-  """Signal handlers of one process, on its event loop.
+  """Signal handlers of one process, which act on its event loop.
 
   Attributes:
     number: of the first signal; 0 before it.
@@ -27,13 +27,21 @@ class Signals:
     self._stop = stop
     self._log = log
     self._loop = asyncio.get_running_loop()
+    self._has_received = False
     for number in _NUMBERS:
-      self._loop.add_signal_handler(number, self._on_signal, number)
+      signal.signal(number, self._receive)
 
-  def _on_signal(self, number: int) -> None:
-    if self.number:  # The user insists.
+  def _receive(self, number: int, frame: object) -> None:
+    """Called between two steps of Python, also where a call blocks the loop."""
+    del frame
+    if self._has_received or self._loop.is_closed():  # The user insists.
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
+      return
+    self._has_received = True
+    self._loop.call_soon_threadsafe(self._on_signal, number)
+
+  def _on_signal(self, number: int) -> None:
     self.number = number
     self._log("stopping at the next safe point; again to end at once")
     self._stop()
@@ -50,7 +58,6 @@ class Signals:
   def interrupt(self) -> None:
     """Makes a signal raise KeyboardInterrupt, for code that does not await."""
     for number in _NUMBERS:
-      self._loop.remove_signal_handler(number)
       signal.signal(number, self._raise)
 
   def _raise(self, number: int, frame: object) -> None:

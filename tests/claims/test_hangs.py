@@ -85,6 +85,12 @@ _BLOCKED = re.escape(
       r"episode (train|eval)/\S+ +reward +\d+\.\d s",
     ),
     (
+      # In the evaluation before the first round.
+      ("envs.rewards.rewards", "Outcome", "__call__", "1"),
+      _BLOCKED,
+      r"episode eval/\S+ +reward +\d+\.\d s",
+    ),
+    (
       ("envs.suites.textarena", "_Game", "_play", "60"),
       r"episode \S+: step of the environment took over 6 s, in:",
       r"threads? environment (is|are) in:",
@@ -97,6 +103,7 @@ _BLOCKED = re.escape(
     "engine",
     "learner",
     "reward",
+    "first reward",
     "environment",
   ],
 )

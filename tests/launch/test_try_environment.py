@@ -3,6 +3,8 @@
 import asyncio
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 import rich.console
@@ -13,7 +15,7 @@ from envs.rewards import rewards
 from launch import try_environment
 from models.chat import hf_chat, word_chat
 from rl.rollout import environment_trial, episode
-from tests.helpers import chat_messages, commands, openai_server
+from tests.helpers import chat_messages, commands, openai_server, processes
 
 LETTERS = "--config=configs/next_letter.py"
 BROKEN = """
@@ -39,6 +41,9 @@ class Source(next_letter.NextLetter):
 def get_config():
   return dataclasses.replace(next_letter.get_config(), environment=Source())
 """
+BLOCKING = BROKEN.replace(
+  "    return base.Step(", "    time.sleep(1000)\n    return base.Step("
+).replace("import dataclasses", "import dataclasses, time", 1)
 
 
 def tried(*arguments):
@@ -76,6 +81,33 @@ def test_what_is_wrong_is_said_and_is_the_exit_code(tmp_path):
   assert re.search(r"junk +FAILED +12 of 12 answers; empty: ear", result.stdout)
   assert "env/said 2" in result.stdout
   assert result.stdout.endswith("1 of 13 checks failed\n")
+
+
+@pytest.mark.process
+def test_a_step_that_blocks_all_else_is_told_and_ends_it(tmp_path):
+  (tmp_path / "blocking.py").write_text(BLOCKING)
+  program = """
+import sys
+from absl import app
+from launch import try_environment
+from launch.cli import flags
+try_environment._PATIENCE_S = 0.2
+app.run(try_environment.main, flags_parser=flags.parse)
+"""
+  done = subprocess.run(
+    [
+      *(sys.executable, "-c", program, f"--config={tmp_path}/blocking.py"),
+      "--config.rollout.step_s=0.5",
+    ],
+    cwd=commands.ROOT,
+    capture_output=True,
+    text=True,
+    timeout=processes.DEADLINE_S,
+    check=False,
+  )
+  assert done.returncode == 1, done.stderr
+  assert "in step\n    time.sleep(1000)" in done.stderr
+  assert "a call has blocked the event loop for 0.7 s" in done.stderr
 
 
 def test_limits_that_cut_only_wrong_answers_are_warned_of():

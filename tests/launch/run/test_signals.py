@@ -74,16 +74,21 @@ def test_code_that_does_not_await_can_be_interrupted():
 
 
 @pytest.mark.process
-def test_the_second_signal_ends_the_process():
-  program = """
-import asyncio, os, signal
+@pytest.mark.parametrize(
+  ("wait", "told"),
+  [("await asyncio.sleep(0.05)", "asked\n"), ("time.sleep(0.05)", "")],
+  ids=["waits", "is blocked"],
+)
+def test_the_second_signal_ends_the_process(wait, told):
+  program = f"""
+import asyncio, os, signal, time
 from launch.run import signals
 
 async def run():
   signals.Signals(lambda: print("asked", flush=True), lambda text: None)
   for _ in range(2):
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.sleep(0.05)
+    {wait}
   print("still here")
 
 asyncio.run(run())
@@ -96,4 +101,4 @@ asyncio.run(run())
     check=False,
   )
   assert ended.returncode == -signal.SIGTERM, ended.stderr
-  assert ended.stdout == "asked\n"
+  assert ended.stdout == told
