@@ -157,9 +157,12 @@ class Selection:
         if joined.returns is not None and part.returns is not None:
           joined.returns.extend(part.returns)
     final = joined.advantages
+    # Groups kept for another gradient have 0, and are in no deviation.
+    same = self.zero_variance
+    for i, k in enumerate(order):
+      if same[k]:
+        final[i] = np.zeros_like(final[i])
     if estimator.scope == "batch":
-      # Groups kept for another gradient stay 0, and are in no deviation.
-      same = self.zero_variance
       varied = [i for i, k in enumerate(order) if not same[k]]
       over = estimator.over_batch([final[i] for i in varied])
       for i, own in zip(varied, over, strict=True):

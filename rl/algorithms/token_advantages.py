@@ -90,8 +90,13 @@ class ReinforcePlusPlus(advantages_lib.Estimator):
     return 1 if self.baseline == "none" else 2
 
   def zero_variance(self, members: _Members) -> bool:
-    """Without a baseline never: groups are compared with each other."""
-    return self.baseline == "group" and super().zero_variance(members)
+    """Without a baseline never: groups are compared with each other.
+
+    With one, members of equal rewards may have earned them in other turns.
+    """
+    if self.baseline == "none":
+      return False
+    return not any(own.any() for own in self(members).advantages)
 
   def __call__(self, members: _Members) -> advantages_lib.Estimate:
     """Returns the returns of tokens, not yet whitened."""

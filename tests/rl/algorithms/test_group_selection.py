@@ -1,5 +1,7 @@
 """The selection of trained members, and the advantages of an update."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -258,6 +260,42 @@ def test_groups_kept_without_variance_are_not_whitened():
   assert [own.tolist() for own in found.advantages[:2]] == [[0.0] * 2] * 2
   for own, wanted in zip(found.advantages[2:], want, strict=True):
     assert own.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_equal_rewards_of_other_turns_are_whitened_with_the_rest(keep):
+  groups = [
+    played.group(
+      (OK, 1.0, [2, 2]), (OK, 1.0, [2, 2]), earned=[[1.0, 0.0], [0.0, 1.0]]
+    ),
+    played.group(
+      (OK, 1.0, [2, 2]), (OK, 0.0, [2, 2]), earned=[[0.0, 1.0], [0.0, 0.0]]
+    ),
+  ]
+  selection = group_selection.select(groups, WHITENED, keep_zero_variance=keep)
+  assert selection.reasons == [None, None]
+  # Less the group's mean: 0, 0, -1, -1 | 0 | 0.5 | -0.5, of 4 tokens each. The
+  # mean is -2/16, the mean square 4/16 and so the variance 15/64.
+  raw = np.array([[0, 0, -1, -1], [0] * 4, [0.5] * 4, [-0.5] * 4])
+  want = (raw + 1 / 8) / np.sqrt(15 / 64)
+  np.testing.assert_allclose(selection.estimate().advantages, want, atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Indifferent(token_advantages.TurnReturns):
+  """One of a user's own that asks for equal rewards, whatever the turns."""
+
+  zero_variance = advantages.Estimator.zero_variance
+
+
+def test_of_any_estimator_groups_kept_without_variance_have_zero():
+  group = played.group(
+    (OK, 1.0, [1, 1]), (OK, 1.0, [1, 1]), earned=[[1.0, 0.0], [0.0, 1.0]]
+  )
+  found = group_selection.select(
+    [group], _Indifferent(), keep_zero_variance=True
+  ).estimate()
+  assert [own.tolist() for own in found.advantages] == [[0.0] * 2] * 2
 
 
 def test_whitening_over_an_update_has_mean_zero_over_all_its_groups():
