@@ -223,7 +223,7 @@ def _played(reward: float) -> returns.EpisodeReturnInputs:
   return returns.EpisodeReturnInputs(
     reward=reward,
     turns=np.array([0, 0, 1]),
-    turn_rewards=np.zeros(2, np.float32),
+    turn_rewards=np.zeros(2),
     observations=[b"", b""],
     histories=[b"", b""],
     penalties=np.zeros(3),

@@ -232,7 +232,7 @@ def return_inputs(
     turns=np.repeat(
       np.arange(len(member.turns)), [len(t.tokens) for t in member.turns]
     ),
-    turn_rewards=np.array([t.reward for t in member.turns], np.float32),
+    turn_rewards=np.array([t.reward for t in member.turns], np.float64),
     observations=[t.context.tobytes() for t in member.turns],
     histories=_histories(member),
     penalties=penalties,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32, Float64, Int
+from jaxtyping import Float, Float64, Int
 
 
 class EpisodeReturnInputs(NamedTuple):
@@ -18,7 +18,7 @@ class EpisodeReturnInputs(NamedTuple):
     turns: turn of each sampled token, from 0 to K - 1; never decreases.
     turn_rewards: the environment's for each turn. A part of `reward`, not in
       addition to it: the rest, `reward - sum(turn_rewards)`, is earned by the
-      end of the last turn.
+      end of the last turn. As exact as `reward`, or the rest is rounding.
     observations: the ids appended before each turn, as K keys.
     histories: all ids before each turn, as K keys.
     penalties: a KL to subtract from the reward of each token, weight included.
@@ -29,7 +29,7 @@ class EpisodeReturnInputs(NamedTuple):
 
   reward: float
   turns: Int[np.ndarray, " T"]
-  turn_rewards: Float32[np.ndarray, " K"]
+  turn_rewards: Float64[np.ndarray, " K"]
   observations: Sequence[bytes]
   histories: Sequence[bytes]
   penalties: Float[np.ndarray, " T"] | None = None

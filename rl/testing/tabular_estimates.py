@@ -50,7 +50,7 @@ def members(
       returns_lib.EpisodeReturnInputs(
         reward=float(every.rewards[path]),
         turns=tabular.TURN[states],
-        turn_rewards=every.turn_rewards[path, turns].astype(np.float32),
+        turn_rewards=every.turn_rewards[path, turns],
         observations=[states[first].tobytes() for first in firsts],
         histories=[
           steps[:first].tobytes() + states[first].tobytes() for first in firsts

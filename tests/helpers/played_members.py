@@ -37,7 +37,7 @@ def played(
   return returns.EpisodeReturnInputs(
     reward=float(reward),
     turns=np.repeat(np.arange(count), lengths),
-    turn_rewards=np.array([0.0] * count if earned is None else earned, "f4"),
+    turn_rewards=np.array([0.0] * count if earned is None else earned, "f8"),
     observations=[word.encode() for word in words],
     histories=[word.encode() for word in histories],
     penalties=None if penalties is None else np.array(penalties, "f4"),

@@ -205,6 +205,21 @@ def test_turns_with_the_same_context_are_alike():
   assert [own.tolist() for own in found.advantages] == [[5.5] * 2, [-5.5] * 2]
 
 
+@pytest.mark.parametrize("reward", [0.3, 10.1, 1000.1])
+def test_of_turns_that_earned_nothing_none_is_better_by_rounding(reward):
+  # No float32 is 0.3 or a third of it: the rest of the reward was not 0.
+  both = [reward, reward / 3]
+  group = played.group(
+    *[(OK, own, [1, 1]) for own in both], earned=[[own, 0.0] for own in both]
+  )
+  found = group_selection.select([group], token_advantages.StepGroups())
+  # Two that differ are 1 / sqrt(2) = 0.70711 deviations from their mean, as
+  # episodes and as turns 0; turns 1 are equal.
+  want = np.array([[1.41421, 0.70711], [-1.41421, -0.70711]])
+  got = found.estimate().advantages
+  np.testing.assert_allclose(got, want, atol=3e-5)
+
+
 def test_turns_are_alike_by_history_only_after_the_same_answers():
   # Both see the same before turn 1, but have answered 0 and 1 before it.
   group = played.group((OK, 1.0, [1, 1]), (OK, 0.0, [1, 1]))
