@@ -116,8 +116,6 @@ The means measured by `benchmarks.weight_dtypes` are 1e-7 in float32 on a CPU,
 """
 _METRICS = {"logprob_gap": "logprob_gap_mean"}
 _FLOORS = ("behaviour_ess", "entropy")
-# These are 0 after a round that trains nothing, of which runs warn.
-_OF_TRAINED = ("behaviour_kl", "kl", "behaviour_ess", "entropy", "grad_norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,8 +176,7 @@ class Monitor:
     for name, bound in self._bounds.items():
       metric = _METRICS.get(name, name)
       value = metrics.get(metric)
-      is_of_none = metrics.get("trained_tokens") == 0 and name in _OF_TRAINED
-      if value is None or math.isnan(value) or is_of_none:
+      if value is None or math.isnan(value):
         continue
       limit, is_floor = self._limit(name, bound), name in _FLOORS
       is_beyond = value < limit if is_floor else value > limit

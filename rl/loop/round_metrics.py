@@ -242,7 +242,7 @@ def of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
   """Returns the learner's per-token means, averaged over a round's updates.
 
   Names are the learner's, including those that a model adds. An update that
-  lacks a name does not count in its mean.
+  lacks a name, or trained nothing, does not count in its mean.
   """
   means = trainer.means(updates)
   added = {

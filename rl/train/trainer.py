@@ -375,6 +375,8 @@ class MeshTrainer:
   async def update(self) -> dict[str, float]:
     """Takes a step an epoch, or none if nothing was accumulated.
 
+    Without a step all means are nan, and only counts are 0.
+
     A loss or gradient that is not finite changes nothing: the update is
     skipped with its remaining epochs, and its batches are kept.
 
@@ -395,7 +397,8 @@ class MeshTrainer:
     if this is not None:
       await this.flush(self.state)
     if this is None or not this.batches:
-      return dict.fromkeys(learner.METRICS, 0.0) | more
+      nothing = dict.fromkeys(learner.METRICS, np.nan)  # Means over no token.
+      return nothing | {"tokens": 0.0, "skipped": 0.0} | more
     self._probe = self._probe or this.batches[0]
     steps: list[dict[str, float]] = []
     for epoch in range(self._settings.epochs):

@@ -16,7 +16,8 @@ from rl.train import trainer as trainer_lib
 
 STATUS = trajectory.Status
 GRPO = presets.Grpo()
-NOTHING = dict.fromkeys(learner.METRICS, 0.0)
+NOTHING = dict.fromkeys(learner.METRICS, math.nan)
+NOTHING |= {"tokens": 0.0, "skipped": 0.0}
 SETTINGS = trainer_lib.TrainerSettings(
   rows=4,
   length=8,

@@ -45,13 +45,6 @@ def test_what_is_no_number_neither_counts_nor_ends_a_row():
   assert rounds("kl", values, Bound(limit=1.0, rounds=2)) == [4]
 
 
-def test_a_round_that_trains_nothing_has_no_entropy_to_compare():
-  bounds = dataclasses.replace(NONE, entropy=Bound(limit=0.1, rounds=1))
-  row = {"round": 1, "entropy": 0.0}
-  assert metric_bounds.crossings(bounds, [row | {"trained_tokens": 0.0}]) == []
-  assert metric_bounds.crossings(bounds, [row | {"trained_tokens": 8.0}])
-
-
 def test_a_round_of_faults_alone_counts_for_their_bound():
   # Nothing is trained because of them, which is what the bound is for.
   bounds = dataclasses.replace(NONE, fault_share=Bound(limit=0.5, rounds=2))

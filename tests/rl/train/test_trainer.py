@@ -215,7 +215,8 @@ def test_an_update_of_nothing_takes_no_step(groups):
 
   used, sums, same, later = trained(scenario, programs)
   assert same
-  assert {name: sums[name] for name in learner.METRICS} == NOTHING
+  found = {name: sums[name] for name in learner.METRICS}
+  assert found == pytest.approx(NOTHING, nan_ok=True)
   assert not any(one.trained.any() for one in used)
   # The next one is whole, and nothing of this is in it.
   assert (len(programs.batches), later) == (1, 4.0)
@@ -229,7 +230,22 @@ def test_an_update_before_anything_was_accumulated_takes_no_step():
 
   updates, sums = trained(scenario)
   assert updates == 0
-  assert {name: sums[name] for name in learner.METRICS} == NOTHING
+  found = {name: sums[name] for name in learner.METRICS}
+  assert found == pytest.approx(NOTHING, nan_ok=True)
+
+
+def test_an_update_of_nothing_is_in_no_mean():
+  async def scenario(trainer):
+    await trainer.begin_round(0)
+    sums = []
+    for rewards in ((1.0, 0.0), (1.0, 1.0)):
+      await trainer.accumulate([group(*rewards)])
+      sums.append(await trainer.update())
+    return sums
+
+  found = trainer_lib.means(trained(scenario, Programs(grad_norm=3.0)))
+  # Of tokens there are 4 and 0, which count.
+  assert (found["grad_norm"], found["tokens"]) == (3.0, 2.0)
 
 
 def test_engine_and_learner_are_compared_under_weights_that_are_kept():
