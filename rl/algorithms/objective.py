@@ -185,6 +185,15 @@ def zero(
   )
 
 
+def add(one: ObjectiveSums, other: ObjectiveSums) -> ObjectiveSums:
+  """Returns the sums over the micro-batches of both."""
+  critic = None
+  if one.critic is not None and other.critic is not None:
+    critic = value_loss_lib.add(one.critic, other.critic)
+  one, other = one._replace(critic=None), other._replace(critic=None)
+  return jax.tree.map(jnp.add, one, other)._replace(critic=critic)
+
+
 def metrics(sums: ObjectiveSums, divisor: Float[Array, ""]) -> dict[str, Array]:
   """Returns scalars: means, and one for each entry of a vector.
 
@@ -219,7 +228,7 @@ def metrics(sums: ObjectiveSums, divisor: Float[Array, ""]) -> dict[str, Array]:
       "correction/masked": weights.masked / tokens,
     }
   if sums.critic is not None:
-    found |= value_loss_lib.metrics(sums.critic, tokens)
+    found |= value_loss_lib.metrics(sums.critic)
   if sums.router is not None:
     router = sums.router._asdict()
     found["dropped"] = router.pop("dropped")

@@ -12,9 +12,8 @@ from jaxtyping import Array, Float
 from rl.data import batch as batch_lib
 from rl.settings import checks
 
-_ROUNDING = 1e-6
-"""A variance below this share of the mean square is what sums in float32 have
-lost."""
+_ROUNDING = 1e-10
+"""A variance below this share of the squared mean is rounding of float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,19 +51,51 @@ class ValueLoss:
     return 0.5 * error
 
 
+class Moments(NamedTuple):
+  """A mean, and the sum of squared distances from it.
+
+  In float32 a variance far below the squared mean is lost in sums of squares.
+  """
+
+  mean: Float[Array, ""]
+  squares: Float[Array, ""]
+
+
 class ValueSums(NamedTuple):
   """Of the loss, of the targets R and of the errors R - V, over tokens."""
 
+  tokens: Float[Array, ""]
   loss: Float[Array, ""]
-  targets: Float[Array, ""]
-  targets_squared: Float[Array, ""]
-  errors: Float[Array, ""]
-  errors_squared: Float[Array, ""]
+  targets: Moments
+  errors: Moments
 
 
 def zero() -> ValueSums:
   """Returns sums of nothing."""
-  return ValueSums._make([jnp.zeros(())] * len(ValueSums._fields))
+  nothing = jnp.zeros(())
+  moments = Moments(nothing, nothing)
+  return ValueSums(nothing, nothing, moments, moments)
+
+
+def add(one: ValueSums, other: ValueSums) -> ValueSums:
+  """Returns the sums over the tokens of both.
+
+  Source: Chan, Golub and LeVeque 1979, eq. 2.1.
+  """
+  tokens = one.tokens + other.tokens
+  share = other.tokens / jnp.maximum(tokens, 1.0)
+
+  def joined(a: Moments, b: Moments) -> Moments:
+    apart = b.mean - a.mean
+    between = jnp.square(apart) * one.tokens * share
+    return Moments(a.mean + apart * share, a.squares + b.squares + between)
+
+  return ValueSums(
+    tokens=tokens,
+    loss=one.loss + other.loss,
+    targets=joined(one.targets, other.targets),
+    errors=joined(one.errors, other.errors),
+  )
 
 
 def of_batch(
@@ -87,29 +118,35 @@ def of_batch(
   )
   found, errors = loss(values, old, returns), returns - values
   sums = ValueSums(
+    tokens=batch.sampled.sum().astype(jnp.float32),
     loss=found.sum(),
-    targets=returns.sum(),
-    targets_squared=jnp.square(returns).sum(),
-    errors=errors.sum(),
-    errors_squared=jnp.square(errors).sum(),
+    targets=_moments(returns, batch),
+    errors=_moments(errors, batch),
   )
   return found, sums
 
 
-def metrics(sums: ValueSums, tokens: Float[Array, ""]) -> dict[str, Array]:
+def _moments(values: Float[Array, "B L"], batch: batch_lib.Batch) -> Moments:
+  count = jnp.maximum(batch.sampled.sum(), 1)
+  mean = values.sum() / count
+  # A long sum is rounded, and what is left of the mean less so.
+  mean += jnp.where(batch.sampled, values - mean, 0.0).sum() / count
+  centred = jnp.where(batch.sampled, values - mean, 0.0)
+  return Moments(mean, jnp.square(centred).sum())
+
+
+def metrics(sums: ValueSums) -> dict[str, Array]:
   """Returns means of a token.
 
   `explained_variance` is 1 - var(R - V) / var(R): 1 of a critic that knows all,
-  0 of one that says the mean, nan where all targets are about the same.
+  0 of one that says the mean, nan where all targets are about the same, or
+  differ by less than float32 tells of the errors.
   """
-
-  def variance(total, squared):
-    return squared / tokens - (total / tokens) ** 2
-
-  left = variance(sums.errors, sums.errors_squared)
-  whole = variance(sums.targets, sums.targets_squared)
-  least = _ROUNDING * sums.targets_squared / tokens
+  tokens = jnp.maximum(sums.tokens, 1.0)
+  left, whole = sums.errors.squares, sums.targets.squares
+  largest = jnp.maximum(jnp.abs(sums.targets.mean), jnp.abs(sums.errors.mean))
+  is_known = whole > _ROUNDING * tokens * jnp.square(largest)
   return {
     "value_loss": sums.loss / tokens,
-    "explained_variance": jnp.where(whole > least, 1 - left / whole, jnp.nan),
+    "explained_variance": jnp.where(is_known, 1 - left / whole, jnp.nan),
   }

@@ -490,8 +490,10 @@ class Learner:
     batch: batch_lib.Batch,
   ) -> Accumulator:
     grads, sums = jax.grad(self._loss, has_aux=True)(trainable, frozen, batch)
-    wide: Any = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    return jax.tree.map(jnp.add, total, Accumulator(wide, sums))
+    added: Any = jax.tree.map(
+      lambda before, g: before + g.astype(jnp.float32), total.grads, grads
+    )
+    return Accumulator(added, objective_lib.add(total.sums, sums))
 
   def _with_sums(
     self,
@@ -501,7 +503,7 @@ class Learner:
     batch: batch_lib.Batch,
   ) -> objective_lib.ObjectiveSums:
     _, new = self._loss(trainable, frozen, batch)
-    return jax.tree.map(jnp.add, total, new)
+    return objective_lib.add(total, new)
 
   def _with_update(
     self,

@@ -109,7 +109,10 @@ def summed(what: objective.Objective, packed: batch.Packed, said: Said, place):
   for data, index in zip(packed.batches, index_of(packed), strict=True):
     data = data._replace(prefix=None)
     found = _gradient(what, said, *place((data, index)))
-    total = found if total is None else jax.tree.map(jnp.add, total, found)
+    if total is not None:
+      gradient = jax.tree.map(jnp.add, total[0], found[0])
+      found = gradient, objective.add(total[1], found[1])
+    total = found
   return jax.device_get(total)
 
 

@@ -61,7 +61,7 @@ def told(values, returns, sampled=None):
   loss, sums = value_loss.of_batch(
     value_loss.ValueLoss(clip=None), jnp.asarray([values], jnp.float32), data
   )
-  found = value_loss.metrics(sums, jnp.float32(sampled.sum()))
+  found = value_loss.metrics(sums)
   return loss[0].tolist(), sums, {n: float(x) for n, x in found.items()}
 
 
@@ -73,7 +73,8 @@ def test_it_learns_nothing_from_what_the_environment_said(planted):
   # 1/2 (1 - 2)^2 and 1/2 (3 - 2)^2; targets 2 and 2, of which 1 and -1 is
   # missing.
   assert loss == [0.0, 0.5, 0.5]
-  assert sums == pytest.approx((1.0, 4.0, 8.0, 0.0, 2.0))
+  assert (sums.tokens, sums.loss) == (2.0, 1.0)
+  assert (sums.targets, sums.errors) == ((2.0, 0.0), (0.0, 2.0))
   assert found["value_loss"] == pytest.approx(0.5)
 
 
@@ -101,7 +102,62 @@ def test_of_equal_targets_there_is_nothing_to_explain(target, count):
   assert math.isnan(found["explained_variance"])
 
 
+@pytest.mark.parametrize(
+  ("mean", "deviation", "too_much"),
+  [
+    (1.0, 0.0015, 0.0),
+    (-1.0, 0.0015, 0.0),
+    (10.0, 0.02, 0.0),
+    (0.0, 0.01, 5.0),
+    (0.0, 0.01, 50.0),
+    (0.0, 0.3, 30.0),
+  ],
+)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_variance_far_below_the_squared_mean_is_not_lost(
+  wrap, mean, deviation, too_much
+):
+  # Half of what differs is known, but for a constant: about 1 - 1/4 = 0.75.
+  draw = np.random.default_rng(0)
+  exact = mean + deviation * draw.normal(size=(8, 4, 512))
+  returns = exact.astype(np.float32)
+  values = (mean + (exact - mean) / 2 + too_much).astype(np.float32)
+  of_batch = wrap(
+    lambda now, data: value_loss.of_batch(value_loss.ValueLoss(), now, data)[1]
+  )
+  total = value_loss.zero()
+  for now, targets in zip(values, returns, strict=True):
+    data = batch.empty(4, 512)._replace(
+      sampled=np.ones((4, 512), bool), values=now, returns=targets
+    )
+    sums = of_batch(jnp.asarray(now), jax.tree.map(jnp.asarray, data))
+    total = wrap(value_loss.add)(total, sums)
+  wide = returns.astype(np.float64)
+  expected = 1 - (wide - values).var() / wide.var()
+  assert expected == pytest.approx(0.75, abs=1e-3)
+  found = value_loss.metrics(total)["explained_variance"]
+  assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_variance_below_the_rounding_of_the_errors_is_unknown():
+  # In float32 the next number after 100,000 is 1/128 more.
+  found = told([1e5, 1e5], [0.0, 0.001])[2]["explained_variance"]
+  assert math.isnan(found)
+
+
+def test_sums_of_parts_are_those_of_the_whole():
+  values, returns = [1.0, 2.0, 5.0, 1.0, 0.0], [3.0, 4.0, 0.0, 1.0, 7.0]
+  parts = [told(values[i:j], returns[i:j])[1] for i, j in ((0, 2), (2, 5))]
+  added, whole = value_loss.add(*parts), told(values, returns)[1]
+  # Targets have mean 3 and squares 0 + 1 + 9 + 4 + 16; errors 2, 2, -5, 0 and
+  # 7 have mean 6/5 and squares 82 - 5 (6/5)^2 = 74.8.
+  for sums in (added, whole):
+    assert sums.targets == pytest.approx((3.0, 30.0))
+    assert sums.errors == pytest.approx((1.2, 74.8))
+  assert (added.tokens, added.loss) == (5.0, whole.loss)
+
+
 def test_sums_of_nothing_add_nothing():
   sums = told([1, 2], [3, 4])[1]
-  added = jax.tree.map(jnp.add, value_loss.zero(), sums)
-  assert added == sums
+  assert value_loss.add(value_loss.zero(), sums) == sums
+  assert value_loss.add(sums, value_loss.zero()) == sums
