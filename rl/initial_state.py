@@ -42,7 +42,7 @@ async def create(
   if settings is None:
     return await place(parts, await _first_state(parts, report))
   supervision = _supervision(parts, settings, report)
-  supervised = _supervised(experiment, settings)
+  supervised = supervised_settings(experiment, settings)
   programs = parts.build_programs(supervised)
   reference = scoring.reference_program(
     supervised.reference,
@@ -120,14 +120,18 @@ def _supervision(
   )
 
 
-def _supervised(
+def supervised_settings(
   experiment: experiment_lib.Experiment,
   settings: warm_start.WarmStart | fine_tuning.FineTuning,
 ) -> learner.LearnerSettings:
-  """Returns what decides the training programs of a warm start."""
+  """Returns all that decides the training programs of a warm start.
+
+  Losses of recorded conversations are of the model itself, at temperature 1.
+  """
   loss, reference = losses.NegativeLogLikelihood(), None
+  temperature = experiment.rollout.temperature  # At which it is to play next.
   if isinstance(settings, fine_tuning.FineTuning):
-    loss = settings.loss
+    loss, temperature = settings.loss, 1.0
     if loss.has_ratio:
       adapted = experiment.model.lora is not None
       reference = references.Base() if adapted else references.Initial()
@@ -139,7 +143,7 @@ def _supervised(
       z_weight=experiment.algorithm.z_weight,
     ),
     optimizer=settings.optimizer,
-    temperature=experiment.rollout.temperature,
+    temperature=temperature,
     reference=reference,
     optimizer_memory=experiment.optimizer_memory,
   )

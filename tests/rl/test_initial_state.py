@@ -6,22 +6,25 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from envs.rewards import rewards
 from models import config as model_config
-from models import lora
+from models import logprobs, lora
 from models import policy as policy_lib
 from models.hf import config as hf_config
 from models.hf import export, load
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.engine.builtin import settings as engine_settings
+from rl.loop import fine_tuning, warm_start
 from rl.pools import placement
 from rl.rollout import group_rollout
 from rl.testing import fakes
+from tests.helpers import scored_episodes
 
 pytestmark = pytest.mark.compiled
 
@@ -43,12 +46,15 @@ def directory(params, tmp_path_factory):
   return path
 
 
-def experiment(directory, model=MODEL, **changes):
+ROLLOUT = group_rollout.Rollout(group_size=4, max_tokens=16)
+
+
+def experiment(directory, model=MODEL, rollout=ROLLOUT, **changes):
   return experiment_lib.Experiment(
     environment=fakes.Counting(turns=2),
     reward=rewards.Outcome(),
     model=model,
-    rollout=group_rollout.Rollout(group_size=4, max_tokens=16),
+    rollout=rollout,
     engine=engine_settings.EngineSettings(
       slots=32, row_buckets=(32,), chunk_buckets=(4,)
     ),
@@ -170,3 +176,33 @@ def test_the_config_of_the_checkpoint_is_the_one_that_fits(directory):
   experiment(directory, model).validate_initial()
   data = json.loads((directory / "config.json").read_text())
   assert data["vocab_size"] == model.vocab_size == 8
+
+
+@pytest.mark.parametrize(
+  ("settings", "temperature"),
+  [(fine_tuning.FineTuning(), 1.0), (warm_start.WarmStart(), 2.0)],
+)
+def test_fine_tuning_is_of_the_model_and_not_of_its_sampling(
+  directory, settings, temperature
+):
+  model = model_config.tiny(vocab_size=24, max_length=32)
+  hot = dataclasses.replace(ROLLOUT, temperature=2.0)
+  (data,) = scored_episodes.pack(
+    scored_episodes.draw(5, groups=1, size=2), rows=2, length=32
+  ).batches
+  layout, _ = placement.Placement(colocated=True).layouts()
+  learner = initial_state.supervised_settings(
+    experiment(directory, model, rollout=hot, warm_start=settings), settings
+  ).build(layout)
+  params = jax.tree.map(lambda x: 2 * x, learner.init(jax.random.key(0)).params)
+  policy = policy_lib.of(model).bind(params)
+  hidden, _ = policy.hidden(
+    *map(jnp.asarray, (data.tokens, data.positions, data.segments))
+  )
+  logits = np.asarray(logprobs.logits(policy.terms(hidden)), np.float64)
+  logits = logits[:, :-1] / temperature
+  chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  said = np.take_along_axis(chances, data.tokens[:, 1:, None], -1)[..., 0]
+  expected = -np.log(said[data.sampled[:, 1:]]).mean()
+  found = learner.measure(params, [data])["loss"]
+  assert found == pytest.approx(expected, rel=1e-5)
