@@ -7,7 +7,9 @@ Bias is stated on policy, for losses that add up tokens over a constant
 (`loss_aggregation.Constant`): then the mean over members of the sum of
 A_t grad log pi_t estimates the gradient of the expected reward, times the
 factor named. A biased estimate has a part aside of that gradient besides, as
-`benchmarks/estimator_bias.py` measures it on a small task with a known one.
+`benchmarks/estimator_bias.py` measures it on a small task with a known one. All
+that is for members of one conversation: where they lead several, the loss
+divides by the number of conversations.
 
 Letters: G members, T sampled tokens.
 """

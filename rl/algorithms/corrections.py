@@ -11,7 +11,9 @@ compares old does nothing there, so a ratio in the loss is not multiplied twice.
 Bias, as `losses` defines it, is the rest of that of `losses.Reinforce` with old
 scored again by the trained policy or, for corrections that do not compare old,
 of unclipped token ratios. `SequenceTruncated(cap=inf)` and
-`SequenceMasked(low=0, high=inf)` leave none, at any lag and in any mixture.
+`SequenceMasked(low=0, high=inf)` leave none, at any lag and in any mixture, of
+members of one conversation: the products are over a conversation, and others of
+the member are not in them.
 
 Letters: L row length.
 """

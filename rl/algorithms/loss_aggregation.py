@@ -2,6 +2,7 @@
 
 Sums and counts add up over rows, micro-batches and devices and are divided
 once an update, so the result does not depend on how trajectories were packed.
+Here a trajectory is one conversation, of which a member may have several.
 
 Letters: L row length.
 """

@@ -6,7 +6,8 @@ All are minimised; their field `aggregate` sums them up.
 
 Bias is |mean gradient - policy gradient| / |policy gradient| off policy, by lag
 in optimizer steps, in bypass mode and without a correction, on the task of
-rl/testing/tabular.py. See benchmarks/estimator_bias.py.
+rl/testing/tabular.py. See benchmarks/estimator_bias.py. A trajectory is one
+conversation here: of a member that led several, each has a ratio of its own.
 
 Letters: L row length.
 """
