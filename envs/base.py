@@ -100,8 +100,8 @@ class Step:
 
   Attributes:
     messages: shown to the agent next; may be empty when done.
-    reward: of this step. Untrusted: the rollout requires a finite number, and
-      anything else is a fault of the environment.
+    reward: of this step. Untrusted: the rollout requires a finite number, or a
+      bool for 1 or 0, and anything else is a fault of the environment.
     done: the episode is over.
     metrics: numbers of the environment's own, by name. They are summed over an
       episode; a round reports their mean over its episodes as `env/<name>`.
@@ -307,11 +307,6 @@ def first_seed(
     f"none of {_MAX_SEEDS} tasks of {name} is for {split}: these settings have "
     "too few different ones; use larger or harder ones"
   )
-
-
-def as_reward(value: Any) -> Any:
-  """Returns what a user's code gave for a reward; a comparison as 0 or 1."""
-  return float(value) if isinstance(value, bool) else value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

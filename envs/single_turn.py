@@ -143,7 +143,7 @@ class _Question:
     reward = await threads.call(
       self._source.grade, answer.content, self._record.fields
     )
-    return base.Step([], base.as_reward(reward), True)
+    return base.Step([], reward, True)
 
   async def close(self) -> None:
     pass

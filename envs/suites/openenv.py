@@ -120,7 +120,7 @@ class _Session:
     except _InvalidAction as error:
       text = base.Message("user", f"Error: {error}")
       return base.Step([text], 0.0, over, {"invalid": 1.0})
-    reward = base.as_reward(reply.get("reward") or 0.0)
+    reward = reply.get("reward") or 0.0
     done = bool(reply.get("done")) or over
     return base.Step([self._shown(reply)], reward, done, {"invalid": 0.0})
 

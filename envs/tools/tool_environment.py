@@ -261,7 +261,7 @@ class _Episode:
       reward = await threads.call(self._object.get_reward)
     return base.Step(
       messages,
-      base.as_reward(reward),
+      reward,
       done,
       {"tool_calls": len(messages), "tool_errors": num_errors},
     )

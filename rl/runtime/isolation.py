@@ -339,16 +339,20 @@ def checked_result(result: object) -> base.AgentResult:
 
 
 def checked_reward(reward: object, what: str = "reward") -> float:
-  """Returns a number that is finite as float32, or raises Fault."""
+  """Returns a number that is finite as float32, or raises Fault.
+
+  True is 1, and False 0.
+  """
   if type(reward) is float and abs(reward) <= _MAX_REWARD:
     return reward  # The common case, and the rest takes longer.
-  # numpy's numbers are Real too; bool is an int, but not a reward.
-  if isinstance(reward, numbers.Real) and not isinstance(reward, bool):
-    # An int may be too large for float(), and a user's class may do anything.
-    with contextlib.suppress(Exception):
-      value = float(reward)
-      if abs(value) <= _MAX_REWARD:
-        return value
+  # numpy's numbers are Real too, and a comparison counts as 1 or 0.
+  if not isinstance(reward, (numbers.Real, np.bool_)):
+    raise Fault(f"{what} is {_kind(reward)}, not a number")
+  # An int may be too large for float(), and a user's class may do anything.
+  with contextlib.suppress(Exception):
+    value = float(reward)
+    if abs(value) <= _MAX_REWARD:
+      return value
   raise Fault(f"{what} {_shown(reward)} is not a finite number (float32)")
 
 

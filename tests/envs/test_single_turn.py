@@ -138,9 +138,9 @@ def raising(answer, row):
   ("grade", "told"),
   [
     (raising, "step raised KeyError: 'gold'"),
-    (lambda answer, row: None, "reward None is not a finite number"),
+    (lambda answer, row: None, "reward is None, not a number"),
     (lambda answer, row: float("nan"), "reward nan is not a finite number"),
-    (lambda answer, row: "1", "reward '1' is not a finite number"),
+    (lambda answer, row: "1", "reward is str, not a number"),
   ],
 )
 def test_a_grader_that_fails_is_a_fault_and_no_reward(file, grade, told):

@@ -248,8 +248,8 @@ def test_a_system_message_comes_first(tmp_path):
   [
     ({"text": None}, "reset returned None, and no row has a field prompt"),
     ({"text": 5}, "reset returned int, not a text"),
-    ({"won": "yes"}, "reward 'yes' is not a finite number"),
-    ({"won": None}, "reward None is not a finite number"),
+    ({"won": "yes"}, "reward is str, not a number"),
+    ({"won": None}, "reward is None, not a number"),
   ],
 )
 def test_a_class_that_returns_nonsense_is_a_fault(tmp_path, change, told):

@@ -152,7 +152,11 @@ def ends_with(value):
     (hang, "took over 0.2 s without asking", 2),
     (ends_with("well"), "run returned str, not an AgentResult", 2),
     (ends_with(float("nan")), "reward nan is not a finite number", 2),
-    (ends_with(base.AgentResult(1.0, BAD)), "metric 'x' 'y'", 2),
+    (
+      ends_with(base.AgentResult(1.0, BAD)),
+      "metric 'x' is str, not a number",
+      2,
+    ),
     (nothing, "asked for no answer", 0),
   ],
 )

@@ -125,7 +125,7 @@ def test_a_start_that_returns_nonsense_is_a_fault(start, words):
       returning(base.Step(cast(Any, ["on"]), 1.0, True)),
       "str in place of a Message",
     ),
-    (returning(base.Step(SAID, cast(Any, [1.0]), True)), "reward [1.0] is not"),
+    (returning(base.Step(SAID, cast(Any, [1.0]), True)), "reward is list, not"),
     (returning(base.Step(SAID, 1e39, True)), "reward 1e+39 is not"),
     (returning(base.Step(SAID, 10**400, True)), "is not a finite number"),
     (returning(base.Step(SAID, 1.0, cast(Any, "no"))), "done=str, not a bool"),

@@ -94,7 +94,6 @@ def test_what_is_not_trainable_comes_back_as_it_is(status):
     asyncio.CancelledError(),  # It claims so: nobody cancels.
     math.nan,
     math.inf,
-    True,
     None,
     "much",
     forever,

@@ -137,7 +137,7 @@ def test_the_log_tells_the_way_of_a_member_and_when():
     ("start", "start raised OSError: no such game"),
     ("step", "step raised OSError: the game broke"),
     ("nan", "reward nan is not a finite number"),
-    ("text", "reward 'won' is not a finite number"),
+    ("text", "reward is str, not a number"),
     ("hang", "step took over 0.2 s"),
     ("word", "its message cannot be read"),
   ],
