@@ -102,7 +102,9 @@ class ToolEnvironment:
   def _check_reserved(self, make: type[Any], method: str) -> None:
     where = f"{make.__qualname__}.{method}"
     function = getattr(make, method, None)
-    if function is None and method != "reset":
+    if function is None and method == "reset":
+      raise ValueError(f"{make.__qualname__} has no reset, to begin an episode")
+    if function is None:
       return
     if not inspect.isfunction(function):
       raise ValueError(f"{where} must be a method")

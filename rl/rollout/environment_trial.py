@@ -125,7 +125,8 @@ def demonstration(source: base.Source) -> Respond:
   oracle = prompts.demonstrator(source).oracle
 
   async def respond(question: Question) -> str:
-    return episode.as_text(oracle(question.task, question.messages))
+    said = oracle(question.task, question.messages)
+    return episode.as_text(said, "oracle")
 
   return respond
 
@@ -137,7 +138,8 @@ def exploration(source: base.Source, chat: episode.Chat) -> Respond:
 
     async def respond(question: Question) -> str:
       one = question
-      return episode.as_text(explore(one.task, one.messages, one.seed))
+      said = explore(one.task, one.messages, one.seed)
+      return episode.as_text(said, "explore")
 
     return respond
 
@@ -275,7 +277,7 @@ class _WatchedSource:
     return self.source.task(index, split)
 
   def __call__(self, task: base.Task) -> "_Watched":
-    built = self.source(task)
+    built = isolation.checked_environment(self.source(task))
     if isinstance(built, base.Agent):
       raise ValueError(
         "an agent asks for its answers itself, so only a run can play it; try "
@@ -320,7 +322,7 @@ class _Watched:
     except asyncio.CancelledError:
       raise
     except BaseException as error:
-      self.closing = f"close raised {base.reason(error)}"
+      self.closing = isolation.raised("close", error)
       raise
     self.closing = ""
 
@@ -328,6 +330,8 @@ class _Watched:
     begun, stretches = time.perf_counter(), _Stretches(call)
     try:
       return await stretches
+    except isolation.NotAwaitable:
+      raise  # No line of the environment's led there.
     except Exception:
       self.traceback = self.traceback or traceback.format_exc()
       raise
@@ -349,7 +353,7 @@ class _Stretches:
     self.longest_s = 0.0
 
   async def _awaited(self) -> Any:
-    return await self._call()
+    return await isolation.awaitable(self._call())
 
   def __await__(self) -> Generator[Any, Any, Any]:
     steps = self._awaited().__await__()

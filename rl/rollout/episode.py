@@ -253,10 +253,19 @@ def as_message(answer: tool_calls.Answer) -> base.Message:
   return base.Message("assistant", answer.content, calls, reasoning)
 
 
-def as_text(answer: str | base.Message) -> str:
-  """Returns an answer as a model writes it, so that a chat parses it again."""
+def as_text(answer: str | base.Message, given_by: str = "it") -> str:
+  """Returns an answer as a model writes it, so that a chat parses it again.
+
+  Raises:
+    Fault: it is none; names the method that returned it.
+  """
   if isinstance(answer, str):
     return answer
+  if not isinstance(answer, base.Message):
+    kind = type(answer).__name__
+    raise isolation.Fault(
+      f"{given_by} returned {kind}, not a text or a Message"
+    )
   calls = [tool_calls.Call(c.name, c.arguments) for c in answer.tool_calls]
   return tool_calls.write(
     tool_calls.Answer(answer.content, tuple(calls), answer.reasoning or "")
@@ -411,7 +420,9 @@ async def play(
   late = set() if late is None else late
 
   def build() -> _Guarded:
-    built = isolation.contained(lambda: source(episode.task), "building it")
+    built = isolation.contained(
+      lambda: isolation.checked_environment(source(episode.task)), "building it"
+    )
     return _Guarded(built, limits.step_s, watchdog, owner, late)
 
   opening = functools.partial(_open, build, closing)

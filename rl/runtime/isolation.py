@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import inspect
 import json
 import numbers
 import reprlib
 import sys
+import types
 from collections.abc import (
   Awaitable,
   Callable,
@@ -44,6 +46,10 @@ _MAX_REWARD = float(np.finfo(np.float32).max)
 
 class Fault(Exception):
   """User code raised, overran its deadline or returned nonsense."""
+
+
+class NotAwaitable(Fault):
+  """A method that should be a coroutine returned something else."""
 
 
 async def guarded(
@@ -100,7 +106,7 @@ async def guarded(
     raise Fault(f"{what} took over {deadline_s:g} s")
   value, error = outcome
   if error is not None:
-    raise Fault(f"{what} raised {base.reason(error)}") from error
+    raise Fault(raised(what, error)) from error
   try:
     return check(value)
   except (KeyboardInterrupt, Fault):
@@ -171,7 +177,7 @@ def _begin(
   """Begins a call that gives its outcome; returns what gives it later."""
   loop = answer.get_loop()
   try:
-    work = call()
+    work = awaitable(call())
   except KeyboardInterrupt:
     raise
   except BaseException as error:
@@ -181,6 +187,22 @@ def _begin(
     work.add_done_callback(functools.partial(_give_result, answer))
     return work
   return asyncio.Task(_run(work, answer), loop=loop, **_EAGER)
+
+
+def awaitable(work: Any) -> Awaitable[Any]:
+  """Returns what user code gave to await, or raises NotAwaitable."""
+  if type(work) is types.CoroutineType or inspect.isawaitable(work):
+    return work
+  raise NotAwaitable(f"is no coroutine, it returned {_kind(work)}")
+
+
+def raised(what: str, error: BaseException) -> str:
+  """Returns why a call failed: "step raised OSError: no such game"."""
+  if isinstance(error, NotAwaitable):
+    return f"{what} {error}; write async def"
+  if isinstance(error, Fault):
+    return str(error)
+  return f"{what} raised {base.reason(error)}"
 
 
 async def _run(
@@ -257,6 +279,19 @@ def contained(call: Callable[..., _T], what: str, *args: Any) -> _T:
     raise
   except BaseException as error:
     raise Fault(f"{what} raised {base.reason(error)}") from error
+
+
+def checked_environment(built: Any) -> Any:
+  """Returns an environment or an agent, or raises Fault."""
+  if isinstance(built, type):
+    raise Fault(f"building it returned the class {built.__name__}; call it")
+  lacks = [x for x in ("start", "step", "close") if not hasattr(built, x)]
+  if lacks and not isinstance(built, base.Agent):
+    raise Fault(
+      f"building it returned {_kind(built)}, not an environment: it has no "
+      f"{', '.join(lacks)}"
+    )
+  return built
 
 
 def checked_messages(messages: object, what: str) -> list[base.Message]:

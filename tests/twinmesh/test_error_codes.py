@@ -28,6 +28,7 @@ HANDLED = {
   "rl.rollout.member_requests:Diverged",
   "rl.rollout.starting:_Refused",
   "rl.runtime.isolation:Fault",
+  "rl.runtime.isolation:NotAwaitable",
   "rl.settings.annotations:SettingError",
   "rl.settings.parsing:_Mismatch",
 }

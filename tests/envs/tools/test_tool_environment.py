@@ -306,7 +306,7 @@ class Untyped(Resting):
 @pytest.mark.parametrize(
   ("settings", "told"),
   [
-    ({"make": Bare}, "Bare.reset must be a method"),
+    ({"make": Bare}, "Bare has no reset"),
     ({"make": Bare()}, "must be a class"),
     ({"make": Asking}, "no field 'target', which Asking.reset asks for"),
     ({"make": AsyncReset}, "AsyncReset.reset is a coroutine"),

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import threading
+from typing import Any
 
 import pytest
 
@@ -180,6 +181,27 @@ def test_a_step_whose_demonstrations_all_fail_names_their_fault():
   )
   with pytest.raises(warm_start.NoDemonstration, match=words):
     asyncio.run(broken.batches(0))
+
+
+@pytest.mark.parametrize(
+  ("exploration", "method"), [(0.0, "oracle"), (1.0, "explore")]
+)
+def test_a_demonstration_that_is_no_text_is_a_fault(exploration, method):
+  class Counts(fakes.Counting):
+    def oracle(self, task, messages) -> Any:
+      return 5
+
+    def explore(self, task, messages, seed) -> Any:
+      return 5
+
+  source = Counts()
+  played = asyncio.run(
+    warm_start.demonstrate(
+      source, CHAT, LIMITS, source.task(0, "train"), exploration, 0
+    )
+  )
+  assert played.status is trajectory.Status.ENV_FAULT
+  assert played.fault == f"{method} returned int, not a text or a Message"
 
 
 def test_the_batches_of_the_next_step_are_made_while_one_runs():

@@ -14,6 +14,7 @@ from envs import base
 from envs.rewards import rewards
 from models.chat import byte_chat, word_chat
 from rl.rollout import environment_checks, environment_trial, episode
+from rl.runtime import isolation
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 LIMITS = episode.Limits(turn_tokens=20, max_tokens=200, max_turns=4)
@@ -356,7 +357,7 @@ def test_calls_that_fail_or_are_cancelled_are_timed_as_they_are():
   async def scenario():
     with pytest.raises(OSError, match="gone"):
       await environment_trial._Stretches(failing)
-    with pytest.raises(TypeError, match="await"):
+    with pytest.raises(isolation.NotAwaitable, match="returned int"):
       await environment_trial._Stretches(wrong)
     stretches = environment_trial._Stretches(resisting)
 
@@ -381,6 +382,23 @@ def test_a_close_that_does_not_return_is_found():
   )
   found = environment_checks.check_close([played])
   assert found.fault == "echo/train/0: close has not returned"
+
+
+def test_a_close_that_is_no_coroutine_is_told_without_our_frames():
+  class Closes(_Echo):
+    def close(self) -> Any:
+      pass
+
+  class Source(Echo):
+    def __call__(self, task):
+      return Closes(self.flaw, task)
+
+  trial = trial_of(Source())
+  played = asyncio.run(
+    environment_trial.play(trial, trial.source.task(0, "train"))
+  )
+  told = "close is no coroutine, it returned None; write async def"
+  assert (played.closing, played.traceback) == (told, "")
 
 
 def test_answers_that_fail_at_times_are_not_blamed_on_the_tasks():

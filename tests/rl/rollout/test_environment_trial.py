@@ -75,6 +75,32 @@ def test_an_oracle_that_raises_is_a_fault():
   assert played.trajectory.fault.startswith(start)
 
 
+@pytest.mark.parametrize("method", ["oracle", "explore"])
+def test_a_demonstration_that_is_no_text_is_told_with_its_method(method):
+  class Counts(fakes.Counting):
+    def oracle(self, task, messages) -> Any:
+      return 5
+
+    def explore(self, task, messages, seed) -> Any:
+      return 5
+
+  ways = {
+    "oracle": environment_trial.demonstration(Counts()),
+    "explore": environment_trial.exploration(Counts(), CHAT),
+  }
+  fault = play(respond=ways[method]).trajectory.fault
+  assert fault == f"{method} returned int, not a text or a Message"
+
+
+def test_a_source_that_builds_nothing_is_told_so():
+  class Builds(fakes.Counting):
+    def __call__(self, task) -> Any:
+      return None
+
+  played = play(source=Builds())
+  assert "returned None, not an environment" in played.trajectory.fault
+
+
 def test_an_exception_of_the_environment_is_kept_with_its_traceback():
   played = play(source=fakes.Counting(fault="step"))
   assert played.traceback.startswith("Traceback (most recent call last):\n")

@@ -104,7 +104,7 @@ class Leaving(list):
     (raising(OSError("no game")), "start raised OSError: no game"),
     (raising(SystemExit("quit")), "start raised SystemExit: quit"),
     (returning(Leaving()), "start returned messages, which raised SystemExit"),
-    (lambda: 5, "start raised TypeError"),
+    (lambda: 5, "start is no coroutine, it returned int; write async def"),
     (cast(Any, 5), "start raised TypeError"),
   ],
 )
@@ -140,7 +140,7 @@ def test_a_start_that_returns_nonsense_is_a_fault(start, words):
     (raising(OSError("no game")), "step raised OSError: no game"),
     (raising(asyncio.CancelledError()), "step raised CancelledError"),
     (raising(SystemExit("quit")), "step raised SystemExit: quit"),
-    (lambda answer: 5, "step raised TypeError"),
+    (lambda answer: 5, "step is no coroutine, it returned int"),
   ],
 )
 def test_a_step_that_returns_nonsense_is_a_fault_and_keeps_the_tokens(
@@ -150,6 +150,35 @@ def test_a_step_that_returns_nonsense_is_a_fault_and_keeps_the_tokens(
   assert member.status is trajectory.Status.ENV_FAULT
   assert words in member.fault
   assert member.num_sampled == 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Builds(fakes.Counting):
+  built_as: Any
+
+  def __call__(self, task):
+    return self.built_as
+
+
+class Half:
+  async def start(self):
+    raise AssertionError
+
+  step = start
+
+
+@pytest.mark.parametrize(
+  ("built", "words"),
+  [
+    (None, "None, not an environment: it has no start, step, close"),
+    (Foreign, "the class Foreign; call it"),
+    (Half(), "Half, not an environment: it has no close"),
+  ],
+)
+def test_a_source_that_builds_no_environment_is_a_fault(built, words):
+  member = play(Builds(built_as=built))
+  assert member.status is trajectory.Status.ENV_FAULT
+  assert member.fault == f"building it returned {words}"
 
 
 def test_an_environment_whose_helper_was_cancelled_does_not_stall_its_group():
