@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import inspect
 import json
 import os
 import sysconfig
@@ -278,6 +279,17 @@ def check_name(name: str) -> None:
       f"name={name!r}: a name is the first part of a task id, so it must not "
       "be empty or contain a slash"
     )
+
+
+def misfit(function: Callable[..., Any], *args: Any) -> str:
+  """Returns why a function cannot be called like this; "" if it can."""
+  try:
+    inspect.signature(function).bind(*args)
+  except TypeError as error:
+    return str(error)
+  except ValueError:  # Some that are written in C do not tell.
+    pass
+  return ""
 
 
 def split_of(text: str, eval_every: int = 5) -> Split:

@@ -1,16 +1,20 @@
 """Tasks of one answer: rows of data, and a function that grades answers."""
 
 import dataclasses
+import inspect
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from envs import base, threads
 from envs import rows as rows_lib
 
-Grader = Callable[[str, Mapping[str, Any]], float]
-"""Returns the reward of an answer to a row; True counts 1, and False 0."""
+Grader = Callable[[str, Mapping[str, Any]], float | Awaitable[float]]
+"""Returns the reward of an answer to a row; True counts 1, and False 0.
+
+A coroutine, which may wait for a server, is awaited on the event loop.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +22,8 @@ class SingleTurn:
   """One question a row, and one answer, which a function grades.
 
   The function gets the answer without its reasoning. It may block, and runs in
-  a thread. One that raises, or returns no finite number, is a fault of that
-  trajectory and no reward.
+  a thread; or it is `async`, and runs beside all episodes. One that raises, or
+  returns no finite number, is a fault of that trajectory and no reward.
 
   `tasks.pool` equal to the number of rows makes each row come once before any
   comes again.
@@ -56,6 +60,11 @@ class SingleTurn:
       raise ValueError(
         "grade=none with answer=none: nothing tells a good answer; give a "
         "function (answer, row) -> float, or the field with the final answer"
+      )
+    if self.grade is not None and (why := base.misfit(self.grade, "", {})):
+      name = getattr(self.grade, "__qualname__", self.grade)
+      raise ValueError(
+        f"grade={name} is called with an answer and its row, by position: {why}"
       )
     if self.prompt is not None:
       _fields(self.prompt)
@@ -143,6 +152,8 @@ class _Question:
     reward = await threads.call(
       self._source.grade, answer.content, self._record.fields
     )
+    if inspect.isawaitable(reward):
+      reward = await reward
     return base.Step([], reward, True)
 
   async def close(self) -> None:

@@ -88,6 +88,11 @@ class ToolEnvironment:
       object.__setattr__(self, "name", words.lower())
     base.check_name(self.name)
     if self.make is not None:
+      if why := base.misfit(self.make):
+        raise ValueError(
+          f"{self.make.__qualname__} is made without arguments, which are for "
+          f"reset: {why}"
+        )
       for method in _RESERVED:
         self._check_reserved(self.make, method)
     self.tools  # noqa: B018
@@ -112,13 +117,11 @@ class ToolEnvironment:
       raise ValueError(f"{where} is a coroutine; write it with def")
     if method == "reset":
       return
-    try:
-      inspect.signature(function).bind(None, *[0] * (method == "explore"))
-    except TypeError as error:
+    if base.misfit(function, None, *[0] * (method == "explore")):
       given = "with a seed" if method == "explore" else "without arguments"
       raise ValueError(
         f"{where} is called {given}, and is no tool; give a tool another name"
-      ) from error
+      )
 
   @property
   def tools(self) -> Mapping[str, tools.Tool]:

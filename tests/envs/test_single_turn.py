@@ -1,5 +1,6 @@
 """Rows become questions, and a function grades their answers."""
 
+import asyncio
 import dataclasses
 import json
 import pickle
@@ -150,6 +151,16 @@ def test_a_grader_that_fails_is_a_fault_and_no_reward(file, grade, told):
   assert told in played.fault
 
 
+def test_a_coroutine_grades_on_the_event_loop(file):
+  async def grade(answer, row):
+    await asyncio.sleep(0)
+    return answer == row["a"]
+
+  source = asked(file, {"q": "?", "a": "yes"}, prompt="{q}", grade=grade)
+  _, text, _ = scripted_chats.play(source, scripted_chats.say("yes"))
+  assert text.step_rewards == [1.0]
+
+
 def test_a_grader_runs_in_a_thread_on_a_row_of_its_own(file):
   names = []
 
@@ -199,6 +210,15 @@ def test_a_row_that_lacks_something_is_named_before_a_run(
     ({"prompt": "{q"}, "write a field of the row as {name}, and double other"),
     ({"prompt": "{q}", "grade": None}, "nothing tells a good answer"),
     ({"prompt": "{q}", "name": "a/b"}, "name='a/b'"),
+    (
+      {"prompt": "{q}", "grade": lambda answer, row, why: 1.0},
+      "is called with an answer and its row.*: missing .* 'why'",
+    ),
+    (
+      {"prompt": "{q}", "grade": lambda **given: 1.0},
+      "is called with an answer and its row.*: too many positional",
+    ),
+    ({"prompt": "{q}", "grade": 5}, "grade=5 .*: 5 is not a callable object"),
   ],
 )
 def test_wrong_settings_are_refused(file, settings, told):

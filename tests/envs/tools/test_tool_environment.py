@@ -277,6 +277,11 @@ class Resting(Bare):
     return "Look."
 
 
+class Sized(Resting):
+  def __init__(self, size):
+    self.size = size
+
+
 class Asking(Bare):
   def reset(self, target):
     raise AssertionError
@@ -308,6 +313,7 @@ class Untyped(Resting):
   [
     ({"make": Bare}, "Bare has no reset"),
     ({"make": Bare()}, "must be a class"),
+    ({"make": Sized}, "Sized is made without arguments.*: missing .* 'size'"),
     ({"make": Asking}, "no field 'target', which Asking.reset asks for"),
     ({"make": AsyncReset}, "AsyncReset.reset is a coroutine"),
     ({"make": Door}, "Door.close is called without arguments, and is no tool"),
