@@ -15,6 +15,14 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "eval"]
+OPENAI_ROLES: Mapping[str, Role] = {
+  "system": "system",
+  "developer": "system",
+  "user": "user",
+  "assistant": "assistant",
+  "tool": "tool",
+}
+"""Roles of the OpenAI API, and what they are here."""
 
 _MAX_SEEDS = 1000
 _MAX_REASON = 4000
@@ -61,6 +69,13 @@ class Message:
   reasoning: str | None = None
   name: str | None = None
   tool_call_id: str | None = None
+
+
+def part_text(part: Any) -> str | None:
+  """Returns the text of a part of a content of the OpenAI API, if it is one."""
+  is_text = isinstance(part, Mapping) and part.get("type") == "text"
+  text = part.get("text") if is_text else None
+  return text if isinstance(text, str) else None
 
 
 def calling(tool: str, /, **arguments: Any) -> Message:

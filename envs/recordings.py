@@ -2,6 +2,7 @@
 
   {"messages": [{"role": "user", ..}, {"role": "assistant", ..}, ..],
    "tools": [..]}
+  {"prompt": .., "completion": ..}
   {"prompt": .., "chosen": .., "rejected": ..}
 
 Messages are as in the OpenAI API, with `tool_calls` and `reasoning_content`.
@@ -112,10 +113,13 @@ class _Recorded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chats(_Recorded):
-  """Conversations whose answers are all trained.
+  """Conversations whose answers are trained.
 
   Attributes:
-    messages: the field with the conversation.
+    messages: the field with the conversation, if `prompt` is None.
+    prompt: the field with the conversation before `completion`, a text of the
+      user or messages; answers in it are not trained.
+    completion: then the field with the answer, a text or messages.
     each_answer: makes each answer an example of its own, after the conversation
       as the chat template shows it then. Needed where a template rewrites
       earlier turns, such as by dropping their thinking; it encodes a context
@@ -123,21 +127,28 @@ class Chats(_Recorded):
   """
 
   messages: str = "messages"
+  prompt: str | None = None
+  completion: str = "completion"
   each_answer: bool = False
 
   def of_row(
     self, record: rows_lib.Record
   ) -> Sequence[tuple[base.Recording, ...]]:
     """Returns one example, or one for each answer."""
-    found = record.conversation(self.messages, "messages")
+    before, field, asked_by = [], self.messages, "messages"
+    if self.prompt is not None:
+      before = record.messages(self.prompt, "prompt")
+      before = rows_lib.with_system(before, self.system)
+      field, asked_by = self.completion, "completion"
+    found = record.conversation(field, asked_by, before)
     found = rows_lib.with_system(found, self.system)
-    tools = self._tools(record)
+    tools, first = self._tools(record), len(before)
     if not self.each_answer:
-      return [(base.Recording(record.place, found, tools),)]
+      return [(base.Recording(record.place, found, tools, first),)]
     return [
       (base.Recording(record.place, found[: i + 1], tools, first=i),)
       for i, message in enumerate(found)
-      if message.role == "assistant"
+      if i >= first and message.role == "assistant"
     ]
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from envs import base, extras
 
@@ -275,17 +275,20 @@ def _message(item: Any) -> base.Message:
   calls = said.get("tool_calls") or ()
   content = said.get("content", "" if calls else None)
   content = "" if content is None and calls else content
-  if role not in get_args(base.Role) or not isinstance(content, str):
+  if isinstance(content, Sequence) and not isinstance(content, str):
+    content = "".join(map(_part, content))
+  is_role = isinstance(role, str) and role in base.OPENAI_ROLES
+  if not is_role or not isinstance(content, str):
     raise ValueError(
       f"{item!r:.60} is no message: it needs a role, one of "
-      f"{', '.join(get_args(base.Role))}, and a content that is text"
+      f"{', '.join(base.OPENAI_ROLES)}, and a content that is text"
     )
   if calls and (role != "assistant" or not isinstance(calls, Sequence)):
     raise ValueError(
       f"{item!r:.60}: tool_calls must be a list, of a message of the assistant"
     )
   return base.Message(
-    role,
+    base.OPENAI_ROLES[role],
     content,
     tuple(_call(call) for call in calls),
     *(
@@ -297,6 +300,13 @@ def _message(item: Any) -> base.Message:
       )
     ),
   )
+
+
+def _part(part: Any) -> str:
+  """Returns the text of a part of a content."""
+  if (text := base.part_text(part)) is None:
+    raise ValueError(f"{part!r:.60} is no part of text, which all must be")
+  return text
 
 
 def _text(said: Mapping[str, Any], names: Sequence[str]) -> str | None:

@@ -59,13 +59,6 @@ _CHAT = (
 # A function without parameters takes none.
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _INDEX = re.compile(r"0|[1-9]\d{0,9}", re.ASCII)
-_ROLES = {
-  "system": "system",
-  "developer": "system",
-  "user": "user",
-  "assistant": "assistant",
-  "tool": "tool",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,9 +318,10 @@ def _message(data: Any, where: str) -> base.Message:
       f"{where} is a JSON {json_fields.kind_of(data)}; send an object", where
     )
   role = data.get("role")
-  if not isinstance(role, str) or role not in _ROLES:
+  if not isinstance(role, str) or role not in base.OPENAI_ROLES:
     raise json_fields.BadRequest(
-      f"{where}.role={json_fields.shown(role)}: use {', '.join(_ROLES)}",
+      f"{where}.role={json_fields.shown(role)}: use "
+      f"{', '.join(base.OPENAI_ROLES)}",
       f"{where}.role",
     )
   known = {"role", "content", "name", "tool_calls", "tool_call_id"}
@@ -351,7 +345,7 @@ def _message(data: Any, where: str) -> base.Message:
   if isinstance(text, list):
     text = "".join(_part(part, f"{where}.content") for part in text)
   return base.Message(
-    role=_ROLES[role],  # pyright: ignore[reportArgumentType]
+    role=base.OPENAI_ROLES[role],
     content=text,
     tool_calls=tuple(_call(call, f"{where}.tool_calls") for call in calls),
     tool_call_id=_name(data, "tool_call_id", f"{where}.", None),
@@ -363,9 +357,8 @@ def _message(data: Any, where: str) -> base.Message:
 
 
 def _part(part: Any, where: str) -> str:
-  fits = isinstance(part, dict) and part.get("type") == "text"
-  if fits and isinstance(part.get("text"), str):
-    return part["text"]
+  if (text := base.part_text(part)) is not None:
+    return text
   kind = part.get("type") if isinstance(part, dict) else part
   raise json_fields.BadRequest(
     f"{where} holds {json_fields.shown(kind)}: only text parts are supported",

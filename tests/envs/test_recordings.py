@@ -1,6 +1,7 @@
 """Recorded conversations: chats and pairs of rows, and their faults."""
 
 import asyncio
+import functools
 import json
 import pickle
 
@@ -62,6 +63,41 @@ def test_each_answer_may_be_an_example_of_its_own(of):
   )
   found = [x for (x,) in source.examples("train")]
   assert [(len(x.messages), x.first) for x in found] == [(2, 1), (4, 3)]
+
+
+@pytest.mark.parametrize(
+  "row",
+  [
+    {"prompt": "hi", "completion": "ho"},
+    {"prompt": [USER, SAID, USER], "completion": [SAID]},
+  ],
+)
+@pytest.mark.parametrize("each_answer", [False, True])
+def test_of_a_prompt_and_its_completion_the_latter_is_trained(
+  of, row, each_answer
+):
+  source = recordings.Chats(
+    rows=of(row), prompt="prompt", system="Be brief.", each_answer=each_answer
+  )
+  source.validate()
+  ((found,),) = source.examples("train")
+  roles = [m.role for m in found.messages]
+  assert roles[:2] == ["system", "user"]
+  assert found.first == len(roles) - 1
+  assert found.messages[-1] == base.Message("assistant", "ho")
+
+
+def test_content_may_be_in_parts_and_a_developer_is_the_system(of):
+  parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+  told = {"role": "developer", "content": "Be brief."}
+  source = recordings.Chats(
+    rows=of({"messages": [told, USER | {"content": parts}, SAID]})
+  )
+  ((found,),) = source.examples("train")
+  assert found.messages[:2] == [
+    base.Message("system", "Be brief."),
+    base.Message("user", "hi"),
+  ]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +167,11 @@ def test_a_chat_whose_turns_are_wrong_is_named(of, messages, told):
       recordings.Chats,
       {"messages": [USER, SAID], "tools": ["f"]},
       "field 'tools' must be a list of JSON schemas",
+    ),
+    (
+      functools.partial(recordings.Chats, prompt="prompt"),
+      {"prompt": "x", "messages": [USER, SAID]},
+      "no field 'completion', which completion asks",
     ),
     (recordings.Pairs, {"prompt": "x", "chosen": "y"}, "no field 'rejected'"),
     (

@@ -225,6 +225,11 @@ def test_a_field_that_is_missing_or_null_is_named_with_its_line(file):
     ([{"role": "bot", "content": "x"}], "is no message: it needs a role"),
     ([{"role": "user"}], "is no message"),
     (["x"], "'x' is no message"),
+    ([{"role": ["user"], "content": "x"}], "is no message"),
+    (
+      [{"role": "user", "content": [{"type": "image_url"}]}],
+      "'image_url'} is no part of text",
+    ),
     (
       [{"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}],
       "tool_calls must be a list, of a message of the assistant",
