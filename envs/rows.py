@@ -172,9 +172,9 @@ class Rows:
     return found
 
   def _empty(self, split: base.Split) -> str:
-    if self.eval_data is not None:
-      empty = self.data if split == "train" else self.eval_data
-      return f"{_named(empty)} is empty"
+    if not self._records[split]:
+      held_out = split == "eval" and self.eval_data is not None
+      return f"{_named(self.eval_data if held_out else self.data)} is empty"
     return (
       f"{_named(self.data)}: none of its {len(self._records['train'])} rows is "
       f"for {split} (eval_every={self.eval_every}); add rows, or eval_data"

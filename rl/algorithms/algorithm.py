@@ -199,6 +199,8 @@ def _validate_protocols(algorithm: Algorithm) -> None:
     if (part := getattr(algorithm, name)) is None:
       continue
     setting = f"algorithm.{name}={short_names.of(part)}"
+    if not annotations.is_setting(type(part)):
+      raise ValueError(f"{setting} must be a frozen dataclass")
     wanted = [x for x in vars(protocol) if not x.startswith("_")]
     if missing := [x for x in wanted if not hasattr(part, x)]:
       see = f"see {annotations.path(protocol)}"
@@ -206,16 +208,32 @@ def _validate_protocols(algorithm: Algorithm) -> None:
     try:
       if name == "advantage":
         found, each = part([_played(0.0), _played(1.0)]), "array a member"
-        sizes = isinstance(found, result) and list(map(len, found.advantages))
-        fits = sizes == [3, 3]
+        shapes = isinstance(found, result) and _shapes(found.advantages)
+        fits = shapes == [(3,), (3,)]
       else:
         found, each = jax.eval_shape(part, row), "entry a token"
-        fits = isinstance(found, result) and all(x.shape == (4,) for x in found)
+        fits = isinstance(found, result) and set(_shapes(found)) == {(4,)}
     except Exception as error:
       raise ValueError(f"{setting} raised {base.reason(error)}") from error
     if not fits:
       what = f"{annotations.path(result)}, each with one {each}"
-      raise ValueError(f"{setting} does not return {what}")
+      raise ValueError(
+        f"{setting} does not return {what}, but {_described(found)}"
+      )
+
+
+def _shapes(found: Any) -> list[tuple[int, ...]]:
+  return [np.shape(x) for x in jax.tree.leaves(found)]
+
+
+def _described(found: Any) -> str:
+  """Returns "Terms of shapes (), ()"; what was traced is an array."""
+  if found is None:
+    return "None"
+  is_traced = isinstance(found, jax.ShapeDtypeStruct)
+  kind = "an array" if is_traced else type(found).__name__
+  shapes = [str(shape) for shape in _shapes(found)]
+  return f"{kind} of shape{'s' * (len(shapes) != 1)} {', '.join(shapes)}"
 
 
 def _played(reward: float) -> returns.EpisodeReturnInputs:

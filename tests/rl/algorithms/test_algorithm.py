@@ -66,6 +66,25 @@ class Summed(Squared):
     return losses.Terms(loss.sum(), clipped.any())
 
 
+class Empty(Squared):
+  """Forgets to return anything."""
+
+  def __call__(self, row) -> Any:
+    """Returns nothing."""
+
+
+class Plain:
+  """A loss without the decorator, which no config.json can hold."""
+
+  aggregate = loss_aggregation.TokenMean()
+  own_weight = False
+  has_ratio = True
+
+  def __call__(self, row) -> Any:
+    """Returns a loss that is right in itself."""
+    return Squared()(row)
+
+
 class Raising(Squared):
   """Fails when it is called."""
 
@@ -74,6 +93,7 @@ class Raising(Squared):
     raise ValueError("boom in loss")
 
 
+@dataclasses.dataclass(frozen=True)
 class Nameless:
   """Says nothing of itself."""
 
@@ -82,6 +102,7 @@ class Nameless:
     return Squared()(row)
 
 
+@dataclasses.dataclass(frozen=True)
 class Unweighed:
   """A correction that returns only weights."""
 
@@ -93,6 +114,7 @@ class Unweighed:
     return jnp.ones_like(row.logprobs)
 
 
+@dataclasses.dataclass(frozen=True)
 class Ranked(advantages.Estimator):
   """An estimator as a user would write it."""
 
@@ -113,6 +135,14 @@ class Listed(Ranked):
   def __call__(self, members) -> Any:
     """Returns a list."""
     return super().__call__(members).advantages
+
+
+class Single(Ranked):
+  """Takes a number for an array."""
+
+  def __call__(self, members) -> Any:
+    """Returns a number a member."""
+    return advantages.Estimate([member.reward for member in members])
 
 
 class Alike(Ranked):
@@ -140,13 +170,19 @@ def test_parts_of_ones_own_are_taken():
     (
       {"loss": Bare()},
       "algorithm.loss=bare does not return rl.algorithms.losses.Terms, each "
-      "with one entry"
-      " a token",
+      "with one entry a token, but an array of shape (4,)",
     ),
     (
       {"loss": Summed()},
-      "algorithm.loss=summed does not return rl.algorithms.losses.",
+      "algorithm.loss=summed does not return rl.algorithms.losses.Terms, each "
+      "with one entry a token, but Terms of shapes (), ()",
     ),
+    (
+      {"loss": Empty()},
+      "algorithm.loss=empty does not return rl.algorithms.losses.Terms, each "
+      "with one entry a token, but None",
+    ),
+    ({"loss": Plain()}, "algorithm.loss=plain must be a frozen dataclass"),
     (
       {"loss": Raising()},
       "algorithm.loss=raising raised ValueError: boom in loss "
@@ -165,7 +201,14 @@ def test_parts_of_ones_own_are_taken():
     (
       {"advantage": Alike()},
       "algorithm.advantage=alike does not return "
-      "rl.algorithms.advantages.Estimate",
+      "rl.algorithms.advantages.Estimate, each with one array a member, but "
+      "Estimate of shapes (1,), (1,)",
+    ),
+    (
+      {"advantage": Single()},
+      "algorithm.advantage=single does not return "
+      "rl.algorithms.advantages.Estimate, each with one array a member, but "
+      "Estimate of shapes (), ()",
     ),
   ],
 )
