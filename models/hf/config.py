@@ -166,7 +166,7 @@ def _read(
   fields["rope_theta"], fields["rope_scaling"] = _read_rope(data)
   if sparse and fields["num_experts"]:
     fields["dense_layers"] = _read_dense(data, fields["num_layers"])
-  layers = ["full_attention"] * fields["num_layers"]
+  layers = ["full_attention"] * max(0, fields["num_layers"])
   if data.get("layer_types", layers) != layers:
     raise ValueError(
       f"layer_types={json.dumps(data['layer_types'])} is not supported; use a "
@@ -245,7 +245,13 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
   if typing.get_origin(kind) in (typing.Union, types.UnionType):
     kind = typing.get_args(kind)[0]
   if kind is float and type(value) is int:
-    return float(value)
+    try:
+      return float(value)
+    except OverflowError as error:
+      raise ValueError(
+        f"{name} is a number of {len(str(abs(value)))} digits, which no float "
+        "holds; correct it"
+      ) from error
   if type(value) is not kind:
     raise ValueError(
       f"{name}={json.dumps(value)} must be of type {kind.__name__}; correct it"

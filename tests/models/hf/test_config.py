@@ -229,6 +229,8 @@ def test_any_computation_can_be_asked_for(tmp_path):
     ),
     ({"num_hidden_layers": True}, "num_hidden_layers=true must be of type int"),
     ({"vocab_size": 0}, "model.vocab_size=0 must be at least 1"),
+    ({"rope_theta": 10**400}, "rope_theta is a number of 401 digits, which no"),
+    ({"num_hidden_layers": -(10**400)}, "model.num_layers=-1000"),
     ({"num_key_value_heads": 3}, "model.num_heads=16 does not split over"),
     ({"dtype": "float32"}, "dtype=float32 and torch_dtype=bfloat16 contradict"),
     ({"torch_dtype": "int8"}, "dtype='int8' is not computed in; pass"),
@@ -281,6 +283,10 @@ def test_experts_that_cannot_be_are_refused(changes, message, tmp_path):
       'factor="4" must be of type float',
     ),
     ({"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor=0.5 is"),
+    (
+      {"rope_scaling": YARN | {"factor": 10**400}},
+      "factor is a number of 401 digits, which no float holds; correct it",
+    ),
     ({"rope_scaling": YARN | {"type": "linear"}}, "rope_type=yarn and type="),
     ({"rope_scaling": "yarn"}, 'rope_scaling="yarn" must be of type dict'),
     (
