@@ -43,6 +43,8 @@ _PREFIX = "base_model.model."
 _FUSED = ("gate", "up")
 _PATTERN = r".*\.gate_up_proj"
 
+# The others of PEFT 0.21, such as PiSSA and LoftQ, change the base.
+_BASE_IS_KEPT = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 # Whatever else they are set to would change what an adapter computes.
 _PLAIN = {
   "peft_type": ("LORA",),
@@ -57,6 +59,19 @@ _PLAIN = {
   "trainable_token_indices": (None,),
   "layer_replication": (None,),
   "alora_invocation_tokens": (None,),
+}
+# The rest of what PEFT 0.21 writes: how an adapter was drawn and trained, the
+# matrices it has, which its tensors show, and options of what is off above.
+_HARMLESS = {
+  *("task_type", "inference_mode", "peft_version", "auto_mapping"),
+  *("base_model_name_or_path", "revision", "lora_dropout", "runtime_config"),
+  *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+  *("target_modules", "target_parameters", "exclude_modules"),
+  *("layers_to_transform", "layers_pattern"),
+  *("megatron_core", "qalora_group_size"),
+}
+_CHECKED = {
+  *("init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern")
 }
 
 
@@ -328,6 +343,20 @@ def _config_problems(
     f"{allowed[0]!r}"
     for name, allowed in _PLAIN.items()
     if found.get(name, allowed[0]) not in allowed
+  ]
+  init = found.get("init_lora_weights")
+  if init not in _BASE_IS_KEPT:
+    problems.append(
+      f"{CONFIG} has init_lora_weights={init!r}, which may have changed the "
+      "base; save it again by PEFT's save_pretrained with "
+      "path_initial_model_for_weight_conversion, or merge it there"
+    )
+  known = _PLAIN.keys() | _HARMLESS | _CHECKED
+  problems += [
+    f"{CONFIG} has {name}={value!r}, which is unknown and might change the "
+    "result; if it does not, take it out of the file"
+    for name, value in found.items()
+    if value and name not in known
   ]
   wanted = _settings(config)
   for theirs, ours in (("r", "rank"), ("lora_alpha", "alpha")):

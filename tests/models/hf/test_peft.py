@@ -221,6 +221,20 @@ def test_an_adapter_is_read_in_the_dtype_of_the_model(tmp_path):
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]"),
     ({"rank_pattern": {}}, "rank_pattern={}, but these adapters have"),
     ({"alpha_pattern": {"q": 1}}, "alpha_pattern={'q': 1}"),
+    (
+      {"init_lora_weights": "pissa_niter_16"},
+      "'pissa_niter_16', which may have changed the base; save it again by",
+    ),
+    ({"init_lora_weights": "olora"}, "'olora', which may have changed the"),
+    (
+      {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
+      "'loftq', which may have changed the base",
+    ),
+    (
+      {"use_mora": True},
+      "use_mora=True, which is unknown and might change the result; if it does",
+    ),
+    ({"kasa_config": {"beta": 1e-4}}, "kasa_config={'beta': 0.0001}, which is"),
   ],
 )
 def test_an_adapter_of_another_kind_is_refused(tmp_path, changes, message):
@@ -229,6 +243,38 @@ def test_an_adapter_of_another_kind_is_refused(tmp_path, changes, message):
   configure(tmp_path / "adapter", **changes)
   with pytest.raises(load.Unusable, match=message):
     peft.load(tmp_path / "adapter", config)
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva"])
+def test_what_else_peft_writes_changes_nothing(tmp_path, init):
+  # `LoraConfig().to_dict()` of PEFT 0.21, without what `export` writes.
+  off = {
+    name: None
+    for name in (
+      *("alora_invocation_tokens", "arrow_config", "corda_config"),
+      *("eva_config", "exclude_modules", "kasa_config", "layer_replication"),
+      *("layers_pattern", "layers_to_transform", "lora_ga_config"),
+      *("megatron_config", "modules_to_save", "monteclora_config", "revision"),
+      *("trainable_token_indices", "use_bdlora", "velora_config"),
+    )
+  }
+  config = model()
+  params, _, _ = exported(tmp_path / "adapter", config)
+  configure(
+    tmp_path / "adapter",
+    **off,
+    auto_mapping={"base_model_class": "Qwen3MoeForCausalLM"},
+    ensure_weight_tying=False,
+    init_lora_weights=init,
+    loftq_config={},
+    lora_bias=False,
+    lora_dropout=0.05,
+    megatron_core="megatron.core",
+    peft_version="0.21.0",
+    qalora_group_size=16,
+    use_qalora=False,
+  )
+  same(peft.load(tmp_path / "adapter", config), lora.split(params)[0])
 
 
 def lose(tensors):
