@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from models.chat import message as message_lib
-from models.chat import tool_calls
+from models.chat import text_decoder, tool_calls
 
 _CONTROL = ("<end>", "<system>", "<user>", "<assistant>", "<tool>")
 _END = 256
@@ -65,8 +65,12 @@ class ByteChat:
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the text without control tokens; invalid UTF-8 as U+FFFD."""
-    known = bytes(i for i in np.asarray(ids).tolist() if i < _END)
+    known = b"".join(map(_text_bytes, np.asarray(ids).tolist()))
     return known.decode("utf-8", "replace")
+
+  def decoder(self) -> text_decoder.TextDecoder:
+    """Returns a decoder of one answer while it is sampled."""
+    return text_decoder.TextDecoder(_text_bytes)
 
   def parse(
     self, ids: Sequence[int] | Int32[np.ndarray, " L"]
@@ -87,3 +91,7 @@ class ByteChat:
 
   def _control(self, role: str) -> int:
     return _END + _CONTROL.index(f"<{role}>")
+
+
+def _text_bytes(index: int) -> bytes:
+  return bytes([index]) if index < _END else b""

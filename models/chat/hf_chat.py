@@ -14,7 +14,6 @@ messages, which are encoded as plain text. Added tokens that are not special,
 such as <think> or <tool_call>, are text for all.
 """
 
-import codecs
 import dataclasses
 import functools
 import json
@@ -27,7 +26,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from models import untrusted_files
-from models.chat import answer_grammar, tool_calls, trial
+from models.chat import answer_grammar, text_decoder, tool_calls, trial
 from models.chat import message as message_lib
 from models.chat import template as template_lib
 
@@ -205,9 +204,9 @@ class HfChat:
     """Returns the parsed answer; see `tool_calls.parse`."""
     return tool_calls.parse(self.decode(ids), thinking=self.thinks)
 
-  def decoder(self) -> "TextDecoder":
+  def decoder(self) -> text_decoder.TextDecoder:
     """Returns a decoder of one answer while it is sampled."""
-    return TextDecoder(self)
+    return text_decoder.TextDecoder(self._text_bytes)
 
   def token(self, index: int) -> str:
     """Returns the text of an id, special or not; invalid UTF-8 as \\xNN."""
@@ -252,28 +251,6 @@ class HfChat:
     return {
       i: token for token, i in _control(_tokenizer(self.tokenizer)).items()
     }
-
-
-class TextDecoder:
-  """Decodes one answer piece by piece, never half a character.
-
-  decoder = chat.decoder()
-  text = decoder.feed([5]) + decoder.feed([8, 13]) + decoder.end()
-  assert text == chat.decode([5, 8, 13])
-  """
-
-  def __init__(self, chat: HfChat):
-    self._chat = chat
-    self._text = codecs.getincrementaldecoder("utf-8")("replace")
-
-  def feed(self, ids: Iterable[int] | Int32[np.ndarray, " t"]) -> str:
-    """Returns the text that became complete."""
-    text = b"".join(self._chat._text_bytes(int(i)) for i in ids)
-    return self._text.decode(text)
-
-  def end(self) -> str:
-    """Returns U+FFFD for an incomplete last character, or ""."""
-    return self._text.decode(b"", final=True)
 
 
 def _byte_table() -> dict[str, int]:

@@ -91,8 +91,11 @@ class WordChat:
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the words, joined by one space, without special tokens."""
-    words = (i for i in np.asarray(ids).tolist() if i >= len(_SPECIAL))
-    return " ".join(map(self.token, words))
+    return self.decoder().feed(ids)
+
+  def decoder(self) -> "WordDecoder":
+    """Returns a decoder of one answer while it is sampled."""
+    return WordDecoder(self)
 
   def parse(
     self, ids: Sequence[int] | Int32[np.ndarray, " L"]
@@ -127,3 +130,23 @@ class WordChat:
   @functools.cached_property
   def _ids(self) -> dict[str, int]:
     return {word: i for i, word in enumerate(self.words, len(_SPECIAL))}
+
+
+class WordDecoder:
+  """Decodes one answer piece by piece; the sum is the text of all ids."""
+
+  def __init__(self, chat: WordChat):
+    self._chat = chat
+    self._begun = False
+
+  def feed(self, ids: Sequence[int] | Int32[np.ndarray, " t"]) -> str:
+    """Returns the words, after a space if others came before."""
+    known = (i for i in np.asarray(ids).tolist() if i >= len(_SPECIAL))
+    text = " ".join(map(self._chat.token, known))
+    space = " " if text and self._begun else ""
+    self._begun = self._begun or bool(text)
+    return space + text
+
+  def end(self) -> str:
+    """Returns "": words are never held back."""
+    return ""

@@ -92,10 +92,8 @@ class AnswerParser:
     calls: bool = False,
     one_call: bool = False,
   ):
-    if isinstance(chat, messages.ToolChat):
-      self._decoder, self._tags = chat.decoder(), not raw
-    else:
-      self._decoder, self._tags = _ChatDecoder(chat), False
+    self._decoder = chat.decoder()
+    self._tags = isinstance(chat, messages.ToolChat) and not raw
     self._thinks = self._tags and getattr(chat, "thinks", False)
     self._calls = self._tags and calls
     self._one_call = one_call
@@ -286,21 +284,3 @@ async def sample_answer(
     completion = delta.completion
   assert completion is not None
   return completion
-
-
-class _ChatDecoder:
-  """Decodes all ids anew at each call, for a chat without a decoder."""
-
-  def __init__(self, chat: episode_lib.Chat):
-    self._chat = chat
-    self._ids: list[int] = []
-    self._length = 0
-
-  def feed(self, ids: Sequence[int]) -> str:
-    self._ids += ids
-    text = self._chat.decode(self._ids)
-    start, self._length = self._length, len(text)
-    return text[start:]
-
-  def end(self) -> str:
-    return ""

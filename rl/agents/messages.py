@@ -41,10 +41,6 @@ class ToolChat(episode_lib.Chat, Protocol):
     """Returns the text of ids, that of special tokens included."""
     ...
 
-  def decoder(self) -> Any:
-    """Returns a decoder of one answer, with methods feed and end."""
-    ...
-
   @property
   def thinks(self) -> bool:
     """True if the prompt opens the thinking, which the answer closes."""

@@ -38,6 +38,18 @@ RunAgent = Callable[[base.Endpoint], Awaitable[base.AgentResult]]
 """Runs the agent of an episode; whatever goes wrong with it is a Fault."""
 
 
+class AnswerDecoder(Protocol):
+  """Decodes one answer piece by piece; all together are the text of its ids."""
+
+  def feed(self, ids: Sequence[int]) -> str:
+    """Returns the text that became final."""
+    ...
+
+  def end(self) -> str:
+    """Returns what was held back."""
+    ...
+
+
 @runtime_checkable
 class Chat(Protocol):
   """Messages <-> ids, append-only, such as `models.chat.word_chat.WordChat`."""
@@ -79,6 +91,10 @@ class Chat(Protocol):
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns an answer as text."""
+    ...
+
+  def decoder(self) -> AnswerDecoder:
+    """Returns a decoder of one answer while it is sampled."""
     ...
 
   def parse(self, ids: Int32[np.ndarray, " T"]) -> tool_calls.Answer:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from envs import base
-from models.chat import tool_calls
+from models.chat import text_decoder, tool_calls
 from rl.data import trajectory
 from rl.engine import contract
 from rl.simulation import engine as simulated_engine
@@ -189,6 +189,10 @@ class World:
   def decode(self, ids: Sequence[int]) -> str:
     """Returns "": answers have no text."""
     return ""
+
+  def decoder(self) -> text_decoder.TextDecoder:
+    """Returns a decoder of answers without text."""
+    return text_decoder.TextDecoder(lambda _: b"")
 
   def parse(self, ids: Int32[np.ndarray, " T"]) -> tool_calls.Answer:
     """Returns an answer without text."""

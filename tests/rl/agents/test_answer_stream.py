@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from models.chat import hf_chat, tool_calls, word_chat
+from models.chat import byte_chat, hf_chat, tool_calls, word_chat
 from rl.agents import answer_stream
 from rl.engine import contract
 from rl.rollout import episode
@@ -145,6 +145,45 @@ def test_words_are_shown_with_the_space_between_them():
   parser, shown = read([5, 6, 1], chat=WORDS)
   assert [piece for piece, _ in shown] == ["yes", " no", "", ""]
   assert parser.answer() == tool_calls.Answer("yes no")
+
+
+@pytest.mark.parametrize("chat", [WORDS, byte_chat.ByteChat()])
+def test_pieces_add_up_to_the_text_of_all_ids(chat):
+  rng = random.Random(0)
+  # Characters of four bytes and of three, half ones, and ids without text.
+  parts = [*map(str.encode, "\U0001f600東")] * 2
+  parts += [[0xE6], [0x9F, 0x98], [0], [1], [3, 4], [5], [6, 9], [256, 258]]
+  lost = 0
+  for _ in range(200):
+    chosen = rng.choices(parts, k=rng.randrange(8))
+    ids = [index for part in chosen for index in part]
+    sizes = [rng.randrange(4) for _ in ids] + [len(ids)]
+    parser, shown = read(ids, sizes, chat=chat)
+    assert "".join(piece for piece, _ in shown) == chat.decode(ids)
+    assert parser.answer().content == chat.decode(ids)
+    lost += "\ufffd" in chat.decode(ids)
+  assert lost < 150
+  assert (lost > 50) == (chat is not WORDS)
+
+
+def test_half_a_character_of_bytes_is_never_shown():
+  ids = list("é东!".encode())
+  _, shown = read(ids, chat=byte_chat.ByteChat())
+  assert [piece for piece, _ in shown] == ["", "é", "", "", "东", "!", ""]
+  assert read(ids[:3], chat=byte_chat.ByteChat())[1][-1] == ("\ufffd", "")
+
+
+def test_an_id_is_decoded_once():
+  decoded = []
+
+  class Chat(word_chat.WordChat):
+    def token(self, index):
+      decoded.append(index)
+      return super().token(index)
+
+  ids = [3, 4, 5, 6] * 5
+  read(ids, chat=Chat(WORDS.words))
+  assert decoded == ids
 
 
 def request(**changes):
