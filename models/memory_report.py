@@ -235,12 +235,13 @@ def dispatch_bytes(
   *,
   rows: int,
   ids: int,
+  sampled: int,
 ) -> int:
   """Estimates what decoding needs on one device beside its cache.
 
   That is the inside of a layer for new ids, their scores of a tile of pages,
-  the tile, and the logits of every row as they are sampled: four arrays of
-  float32.
+  the tile of each row, and the logits of the ids sampled at once: four arrays
+  of float32.
   """
   inside = max(
     _widths(config, layout, config.is_sparse(index))[0]
@@ -254,7 +255,7 @@ def dispatch_bytes(
   return round(
     itemsize * (ids * inside + 2 * rows * tile * keys)
     + 4 * ids * heads * tile
-    + 16 * rows * words
+    + 16 * sampled * words
   )
 
 

@@ -5,6 +5,7 @@ that both trains and decodes has to hold the sum.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from models import config as model_config
-from models import lora, memory_report
+from models import lora, memory_report, sharding
 from models import policy as policy_lib
 from rl import experiment as experiment_lib
 from rl.algorithms import references
 from rl.engine import contract
-from rl.engine.builtin import dispatch_shapes, sizing
 from rl.engine.builtin import settings as engine_settings
+from rl.engine.builtin import sizing
 from rl.pools import placement, weight_transfer
 from rl.train import learner, train_state
 
@@ -113,7 +114,7 @@ def decode_bytes(
   if isinstance(engine, engine_settings.EngineSettings):
     model, longest = _pool_model(experiment), experiment.rollout.max_tokens
     sizes = engine.sizes(model, [sizing.Room(spec.plan)], longest)
-    lines |= sizing.lines(sizes, model, spec.plan)
+    lines |= sizing.lines(sizes, model, spec.plan, engine.extras)
   return lines
 
 
@@ -192,21 +193,22 @@ def fit_served(
     ValueError: weights and engines do not fit.
   """
 
-  def held(sizes: dispatch_shapes.DispatchShapes | None) -> list[Share]:
+  def held(
+    engine_lines: Callable[[sharding.Layout], dict[str, int]] = lambda _: {},
+  ) -> list[Share]:
     named = []
     for pool in place.pools:
       plan = pool.mesh.plan
       weights = memory_report.parameters(model, plan)
       lines = {"parameters": sum(row.device_bytes for row in weights)}
-      if sizes is not None:
-        lines |= sizing.lines(sizes, model, plan)
+      lines |= engine_lines(plan)
       named += [(pool.name, lines)] * pool.replicas
     return [
       Share(name, devices, lines)
       for (name, lines), devices in zip(named, place.ranges[1:], strict=True)
     ]
 
-  parts, sizes = held(None), None
+  parts = held()
   if memory is not None:
     _check(parts, memory, _SERVED)
   if isinstance(engine, engine_settings.EngineSettings):
@@ -215,7 +217,9 @@ def fit_served(
       rooms = _rooms(parts, place, memory)
     sizes = engine.sizes(model, rooms)
     engine = dataclasses.replace(engine, **dataclasses.asdict(sizes))
-    parts = held(sizes)
+    parts = held(
+      functools.partial(sizing.lines, sizes, model, extras=engine.extras)
+    )
   if memory is not None:
     _check(parts, memory, _SERVED)
   return engine, parts

@@ -101,6 +101,13 @@ class EngineSettings:
     }
     return used if self.slots is None else {"engine.slots": self.slots} | used
 
+  @property
+  def extras(self) -> sizing.Extras:
+    """Settings that take memory beside the sizes."""
+    return sizing.Extras(
+      self.bias_slots, self.speculative_tokens, self.speculative_rows
+    )
+
   def sizes(
     self,
     config: model_config.ModelConfig,
@@ -139,6 +146,7 @@ class EngineSettings:
       config,
       rooms,
       longest,
+      self.extras,
       slots=self.slots is None,
       pages=self.pages is None,
     )

@@ -1,9 +1,11 @@
 """The sizes of an engine that follow from its model and its devices' memory.
 
-slots x (pages of a conversation + its logits) + a dispatch <= room
+slots x (pages of a conversation + its logits) + biases + a dispatch <= room
 """
 
+import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,31 +26,50 @@ class Room(NamedTuple):
   num_bytes: int | None = None
 
 
-class Cost(NamedTuple):
-  """Bytes on one device: of a page, of each slot beside it, and of the rest."""
+class Extras(NamedTuple):
+  """Settings that take memory beside the sizes, as in `ModelRunner`."""
 
-  page: int
-  slot: float
-  rest: int
+  bias_slots: int = 0
+  num_drafts: int = 0
+  draft_rows: int = 0
 
 
 def lines(
   sizes: dispatch_shapes.DispatchShapes,
   config: model_config.ModelConfig,
   layout: sharding.Layout,
+  extras: Extras,
 ) -> dict[str, int]:
-  """Returns bytes on one device, by purpose, of the cache and of a dispatch."""
+  """Returns bytes on one device, by purpose: what is kept, and a dispatch."""
+  slots, drafts = sizes.slots, extras.num_drafts
   pages, size = sizes.num_pages(config.max_length), sizes.page_size
-  cached = memory_report.cache_bytes(
-    config, layout, pages=pages, page_size=size
+  parts = layout.num_batch
+  # A step of drafted rows samples behind each draft too.
+  drafted = min(slots, extras.draft_rows) if drafts else 0
+  rows, sampled = (
+    -(-count // parts) for count in (slots, max(slots, drafted * (1 + drafts)))
   )
-  rows = -(-sizes.slots // layout.num_batch)
-  ids = -(-sizes.prefill_tokens // layout.num_batch) + rows
-  return {
-    f"KV cache, {pages * size:,} tokens in {pages:,} pages": cached,
-    "activations of a dispatch, about": memory_report.dispatch_bytes(
-      config, layout, rows=rows, ids=ids
+  held = {
+    f"KV cache, {pages * size:,} tokens in {pages:,} pages": (
+      memory_report.cache_bytes(config, layout, pages=pages, page_size=size)
     ),
+    "biases of requests": 4 * (extras.bias_slots + 1) * config.vocab_size,
+  }
+  if drafts:
+    held["ids of conversations, for drafts"] = 4 * slots * config.max_length
+  # A dispatch has those of its rows, twice more where it proposes drafts.
+  copies = max(slots, 3 * drafted) if drafts else 0
+  activations = memory_report.dispatch_bytes(
+    config,
+    layout,
+    rows=rows,
+    ids=max(-(-sizes.prefill_tokens // parts) + rows, sampled),
+    sampled=sampled,
+  )
+  return held | {
+    "activations of a dispatch, about": (
+      activations + 4 * copies * config.max_length
+    )
   }
 
 
@@ -57,6 +78,7 @@ def fit(
   config: model_config.ModelConfig,
   rooms: Sequence[Room],
   longest: int,
+  extras: Extras,
   *,
   slots: bool,
   pages: bool,
@@ -73,27 +95,30 @@ def fit(
   unit = math.lcm(*(room.layout.num_batch for room in rooms))
   text, width = memory_report.readable, sizes.width(longest)
   least = max(unit * width, sizes.width(config.max_length)) + 1
-  for room in rooms:
-    if room.num_bytes is None:
+  for layout, room_bytes in rooms:
+    if room_bytes is None:
       continue
-    cost = _cost(sizes, config, room.layout, unit)
-    left = room.num_bytes - cost.rest
+    taken = functools.partial(_taken, sizes, config, layout, extras)
     num_slots, num_pages = sizes.slots, sizes.num_pages(config.max_length)
     if slots:
-      each = cost.slot + (width * cost.page if pages else 0)
-      taken = cost.page * (1 if pages else num_pages)
-      num_slots = min(num_slots, int((left - taken) // each // unit) * unit)
-    if pages:
+      counts = range(unit, num_slots + 1, unit)
+      num_slots = unit * bisect.bisect_right(
+        counts,
+        room_bytes,
+        key=lambda n: taken(n, n * width + 1 if pages else num_pages),
+      )
+    if pages and num_slots:
       most = max(num_slots * width + 1, least)
-      num_pages = int((left - num_slots * cost.slot) // cost.page)
-      num_pages = min(sizes.num_pages(config.max_length), most, num_pages)
+      # Bytes are linear in pages.
+      first, second = (taken(num_slots, count) for count in (1, 2))
+      fitting = 1 + (room_bytes - first) // (second - first)
+      num_pages = min(num_pages, most, fitting)
     if num_slots < unit or num_pages < least:
       count = unit if slots else num_slots
-      needed = round(cost.rest + count * cost.slot + least * cost.page)
       raise ValueError(
         f"engine: slots={count} for conversations of {longest} tokens take "
-        f"{text(needed)} of a device, where {text(room.num_bytes)} are left "
-        "beside the weights and training; lower engine.slots, "
+        f"{text(taken(count, least))} of a device, where {text(room_bytes)} "
+        "are left beside the weights and training; lower engine.slots, "
         "rollout.max_tokens, model.max_length or batch.rows, or split placement"
         " over more devices"
       )
@@ -101,19 +126,14 @@ def fit(
   return sizes
 
 
-def _cost(
+def _taken(
   sizes: dispatch_shapes.DispatchShapes,
   config: model_config.ModelConfig,
   layout: sharding.Layout,
-  unit: int,
-) -> Cost:
-  """Returns the cost of each part: bytes are linear in slots and pages."""
-
-  def total(slots, pages):
-    tried = dataclasses.replace(sizes, slots=slots, pages=pages)
-    return sum(lines(tried, config, layout).values())
-
-  one = total(unit, 1)
-  slot = (total(2 * unit, 1) - one) / unit
-  page = total(unit, 2) - one
-  return Cost(page, slot, round(one - unit * slot - page))
+  extras: Extras,
+  slots: int,
+  pages: int,
+) -> int:
+  """Returns bytes on one device of an engine with so many slots and pages."""
+  sizes = dataclasses.replace(sizes, slots=slots, pages=pages)
+  return sum(lines(sizes, config, layout, extras).values())
