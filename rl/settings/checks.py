@@ -18,6 +18,7 @@ import difflib
 import importlib.util
 import math
 import operator
+import re
 import subprocess
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -44,10 +45,12 @@ def validate(tree: Any, path: str = "") -> None:
   try:
     tree.validate()
   except ValueError as error:
-    # The part itself knows its short name, and not its place.
-    name = f"{short_names.of(tree)}."
-    if path and str(error).startswith(name):
-      error.args = (f"{path}.{str(error).removeprefix(name)}",)
+    # The part itself knows its short name, and not its place. A file may have
+    # that name too, as pairs.jsonl.
+    name, _, rest = str(error).partition(".")
+    is_setting = hasattr(tree, re.split(r"\W", rest, maxsplit=1)[0])
+    if path and name == short_names.of(tree) and is_setting:
+      error.args = (f"{path}.{rest}",)
     raise
 
 

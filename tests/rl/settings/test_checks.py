@@ -28,6 +28,15 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Table:
+  short_name = "rate"
+  file: str
+
+  def validate(self):
+    raise ValueError(f"{self.file}:1: no object")
+
+
+@dataclasses.dataclass(frozen=True)
 class Owner:
   first: object
   second: object = None
@@ -41,6 +50,11 @@ def test_a_value_out_of_bounds_is_named_by_its_path():
     checks.validate(Owner(Rate(1.0), Owner(Rate(0.0))))
   with pytest.raises(ValueError, match=r"^rate\.peak=0\.0 must be above 0$"):
     checks.validate(Rate(0.0))
+
+
+def test_a_file_called_as_a_part_keeps_its_name():
+  with pytest.raises(ValueError, match=r"^rate\.jsonl:1: no object$"):
+    checks.validate(Owner(Table("rate.jsonl")))
 
 
 def test_a_missing_package_is_found_wherever_it_is_needed():
