@@ -189,6 +189,7 @@ def load_from_command_line(
   part = changes.pop(_HELP, "")
   tree = load(_CONFIG.value, changes, check)
   if part:
+    _import_environments()
     print(settings_help.text(tree, "" if part == "true" else part))
   elif _PRINT_CONFIG.value:
     print(json.dumps(config_file.to_json(tree), indent=2))
@@ -219,12 +220,20 @@ def load(
     tree = config_file.read_json(file)
   else:
     tree = _get_config(file, argument)
-  tree = overrides_lib.apply(tree, changes or {})
+  tree = _apply(tree, changes or {})
   if hasattr(tree, "validate"):
     tree.validate()
   if check is not None:
     check(tree)
   return tree
+
+
+def _apply(tree: Any, changes: Mapping[str, str | None]) -> Any:
+  with contextlib.suppress(overrides_lib.SettingError):
+    return overrides_lib.apply(tree, changes)
+  # It may name an environment that nothing has imported so far.
+  _import_environments()
+  return overrides_lib.apply(tree, changes)
 
 
 def read_alone(kind: type, name: str) -> Any:
@@ -243,10 +252,14 @@ def read_alone(kind: type, name: str) -> Any:
       f"--{name} stands for itself; with a --config use "
       f"--config.{name}='{text}'"
     )
-  # Short names are those of modules that are loaded.
+  _import_environments()
+  return parsing.read_field(kind, parsing.Text(text), f"--{name}")
+
+
+def _import_environments() -> None:
+  """Imports all environments: short names are those of loaded modules."""
   for module in pkgutil.walk_packages(envs.__path__, "envs."):
     importlib.import_module(module.name)
-  return parsing.read_field(kind, parsing.Text(text), f"--{name}")
 
 
 def read_backend(text: str) -> backends.Backend:

@@ -247,6 +247,25 @@ def test_own_configs_come_before_those_of_the_package(tmp_path, monkeypatch):
   assert flags.load("configs/next_letter.py").environment.name == "next_letter"
 
 
+LOADS = """
+from launch.cli import flags
+load = lambda text: flags.load("configs/next_letter.py", {"environment": text})
+print(load("frozen_lake(size=4)").environment.size)
+"""
+
+
+@pytest.mark.process
+def test_environments_that_no_module_has_imported_have_short_names():
+  done = subprocess.run(
+    [sys.executable, "-c", LOADS],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.stdout == "4\n", done.stderr
+
+
 def test_sweep_yields_overrides_that_load_takes(config, tmp_path):
   runs = flags.sweep(config)
   assert runs == [
