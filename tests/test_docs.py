@@ -1,17 +1,22 @@
 """Documentation: tables, commands, paths and names are those of the code."""
 
 import ast
+import collections
 import functools
+import importlib
 import itertools
 import json
 import pathlib
+import pkgutil
 import re
 import statistics
 
 import pytest
 
+import envs
 from launch.cli import flags
 from models.hf import config as hf_config
+from rl.settings import annotations, short_names
 from scripts import (
   make_docs,
   make_docs_docstrings,
@@ -64,6 +69,20 @@ def names_in(path: pathlib.Path) -> frozenset[str]:
     elif isinstance(node, ast.alias):
       names.add((node.asname or node.name).partition(".")[0])
   return frozenset(names)
+
+
+@functools.cache
+def fields_by_short_name() -> dict[str, set[str]]:
+  """Returns what each part of a setting's value takes, by its short name."""
+  flags.load("configs/guess_number_moe.py")
+  for module in pkgutil.walk_packages(envs.__path__, "envs."):
+    importlib.import_module(module.name)
+  fields = collections.defaultdict(set)
+  for package in ("envs", "models", "rl"):
+    for cls in short_names.classes(package):
+      for name, maker in short_names.choices(cls).items():
+        fields[name] |= annotations.parameters(maker).keys()
+  return fields
 
 
 @functools.cache
@@ -316,6 +335,14 @@ def test_names_exist(page):
   for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\(.*?\))?`", text):
     if name.partition(".")[0] not in OTHERS and not FILE.search(name):
       assert exists(name), name
+
+
+@each_page
+def test_parts_in_a_sentence_have_their_short_names_and_fields(page):
+  text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+  for span in re.findall(r"`([^`]+)`", text):
+    for name, field in re.findall(r"(?<![\w.])([a-z]\w*)\((\w+)=", span):
+      assert field in fields_by_short_name().get(name, ()), span
 
 
 def test_figures_of_the_readme_are_those_of_the_results():

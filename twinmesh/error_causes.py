@@ -263,10 +263,10 @@ CAUSES = (
       "--config.algorithm: cannot import mine.Grpo: module 'mine' has no"
       " attribute 'Grpo'; did you mean grpo (rl.algorithms.presets.Grpo)?"
     ),
-    why="An object is named by its class in snake_case, or by module.Class, and"
-    " must be of the type that the place takes. Short names are those of"
-    " modules that are loaded: one of your own is known once the config imports"
-    " its module.",
+    why="An object is named by its short name, mostly the class in snake_case,"
+    " or by module.Class, and must be of the type that the place takes. Short"
+    " names are those of modules that are loaded: one of your own is known once"
+    " the config imports its module.",
     cure="Use one of the names that the message lists, or write"
     " mymodule.MyClass with the module beside the config.",
     of=(
