@@ -44,7 +44,8 @@ abort: they end with the tokens they have.
 recompute: they keep their tokens; keys and values are computed again.
 keep_kv: they keep tokens, keys and values. Faster, but later tokens attend to
   keys and values of older weights (`Completion.oldest_kv`), so no forward pass
-  of a single version gives their log-probabilities.
+  of a single version gives their log-probabilities. Later requests begin
+  without those, also the next turn of a session; sglang-jax keeps prefixes.
 """
 
 SwitchStep = Literal["decode_suspended", "switched", "decode_resumed"]

@@ -15,10 +15,15 @@ def ids(text):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-  """A conversation, as far as it is known, and its pages."""
+  """A conversation, as far as it is known, and its pages.
+
+  Attributes:
+    since: lowest version that it may find in the cache.
+  """
 
   text: str
   table: block_manager.PageTable
+  since: int
 
 
 class Device:
@@ -39,6 +44,7 @@ class Device:
     self.copies = []
     self.requests = []
     self.version = 0
+    self.since = 0
     self.cached = 0
 
   def begin(self, text):
@@ -47,7 +53,7 @@ class Device:
     if copy is not None:
       assert copy[0] != copy[1]
       self.copies.append(copy)
-    self.requests.append(Request(text, table))
+    self.requests.append(Request(text, table, self.since))
     self.cached += table.cached
 
   def look(self, text):
@@ -89,11 +95,16 @@ class Device:
     self.blocks.end(one.table, ids(one.text))
 
   def new_weights(self, way):
-    """Switches to the next version: "restart", "flush" or "keep"."""
+    """Switches to the next version: "restart", "detach", "flush" or "keep"."""
     self.version += 1
+    if way in ("restart", "detach"):
+      self.since = self.version
     if way == "restart":
       self.blocks.restart(one.table for one in self.requests)
       assert self.blocks.num_free == self.blocks.num_pages
+    elif way == "detach":
+      self.blocks.detach()
+      assert self.blocks.num_idle == 0
     elif way == "flush":
       self.blocks.flush()
       assert self.blocks.num_idle == 0
@@ -109,7 +120,7 @@ class Device:
         page, offset = divmod(at, self.page_size)
         text, version = cells[table.pages[page], offset]
         assert text == one.text[: at + 1]
-        assert version >= table.oldest_kv
+        assert version >= max(table.oldest_kv, one.since)
 
   def end_all(self):
     """Ends all requests; every page is then free or can be."""

@@ -21,12 +21,17 @@ def check_blocks(
   """
   count = blocks._num_tables
   assert len(tables) == count, f"{len(tables)} page tables of {count}"
-  ends = [table.node for table in tables if table.node is not None]
-  assert len(ends) == len(tables), "a page table has ended"
-  holders = collections.Counter(
-    blocks._free + check_tree(blocks._prefixes, ends)
-  )
-  for table, node in zip(tables, ends, strict=True):
+  nodes = [table.node for table in tables if table.node is not None]
+  assert len(nodes) == len(tables), "a page table has ended"
+  ends = {blocks._prefixes: []}
+  for table, node in zip(tables, nodes, strict=True):
+    assert table.prefixes is not None
+    ends.setdefault(table.prefixes, []).append(node)
+  holders = collections.Counter(blocks._free)
+  for tree, some in ends.items():
+    holders.update(check_tree(tree, some))
+    assert tree is blocks._prefixes or not tree.idle, "unused pages of before"
+  for table, node in zip(tables, nodes, strict=True):
     holders.update(table.duplicate_pages + table.pages[node.depth :])
     while node.parent is not None:
       page = table.pages[node.depth - 1]

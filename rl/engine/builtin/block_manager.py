@@ -26,6 +26,7 @@ class PageTable:
       after `end`.
     duplicate_pages: for `BlockManager` only: pages before that whose ids
       another page of the prefix cache holds too.
+    prefixes: for `BlockManager` only: the prefix cache that it began with.
   """
 
   pages: list[int]
@@ -35,6 +36,9 @@ class PageTable:
   duplicate_pages: list[int] = dataclasses.field(
     default_factory=list, repr=False
   )
+  prefixes: prefix_cache.PrefixTree | None = dataclasses.field(
+    default=None, repr=False
+  )
 
 
 class BlockManager:
@@ -43,7 +47,7 @@ class BlockManager:
   A page belongs to one page table or to the prefix cache, and a full page of
   the prefix cache is read by any number of page tables. The engine calls
   `begin` when it admits a request, `grow` before it feeds ids, `share` when
-  others may profit and `end` or `cancel` once; `restart` or `flush` for new
+  others may profit and `end` or `cancel` once; `restart` or `detach` for new
   weights.
 
   Args:
@@ -100,7 +104,9 @@ class BlockManager:
     pages, node = self._prefixes.whole_pages(data)
     self._prefixes.use(node)
     self._num_tables += 1
-    table = PageTable(pages, node.length, node.oldest_kv, node)
+    table = PageTable(
+      pages, node.length, node.oldest_kv, node, prefixes=self._prefixes
+    )
     rest = data[len(pages) * self._page_bytes :][: self._page_bytes]
     return table, self._begin_page(table, node, rest) if rest else None
 
@@ -156,21 +162,26 @@ class BlockManager:
     """Adds ids[: table.cached] to the prefix cache while the request goes on.
 
     Requests that begin later read those pages, so call it after the dispatch
-    that feeds them.
+    that feeds them. Nothing happens after `detach`.
     """
-    if table.cached > _open_node(table).length:
+    is_new = table.cached > _open_node(table).length
+    if is_new and self.shares(table):
       self._insert(table, ids)
 
   def end(self, table: PageTable, ids: Int32[np.ndarray, " N"]) -> None:
     """Takes the pages back; ids[: table.cached] stay cached until evicted.
 
-    Duplicate pages, and those without a cached position, are free at once.
+    Duplicate pages, and those without a cached position, are free at once;
+    after `detach` all that no other page table uses.
     """
     self.share(table, ids)
-    node = _open_node(table)
+    node, prefixes = _open_node(table), table.prefixes
+    assert prefixes is not None
     self._free += table.duplicate_pages
     self._free += table.pages[node.depth :]
-    self._prefixes.release(node)
+    prefixes.release(node)
+    if not self.shares(table):
+      self._drop_idle(prefixes)
     self._num_tables -= 1
     table.node, table.pages, table.duplicate_pages = None, [], []
 
@@ -205,7 +216,23 @@ class BlockManager:
 
   def flush(self) -> None:
     """Drops every prefix that no page table uses."""
-    self._reserve(len(self._free) + len(self._prefixes.idle))
+    self._drop_idle(self._prefixes)
+
+  def _drop_idle(self, prefixes: prefix_cache.PrefixTree) -> None:
+    while prefixes.idle:
+      self._free.append(prefixes.evict())
+
+  def detach(self) -> None:
+    """Leaves the prefixes to the page tables that use them, for new weights.
+
+    Requests that begin later find none of them.
+    """
+    self.flush()
+    self._prefixes = prefix_cache.PrefixTree(self._page_size)
+
+  def shares(self, table: PageTable) -> bool:
+    """Returns whether later requests may find this table's prefix."""
+    return table.prefixes is self._prefixes
 
   def restart(self, tables: Iterable[PageTable]) -> None:
     """Drops every prefix, for new weights, and empties the page tables.
@@ -224,6 +251,7 @@ class BlockManager:
       self._prefixes.use(self._prefixes.root)
       table.pages, table.cached, table.oldest_kv = [], 0, None
       table.node, table.duplicate_pages = self._prefixes.root, []
+      table.prefixes = self._prefixes
 
 
 def simultaneous_copies(

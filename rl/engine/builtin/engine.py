@@ -265,8 +265,8 @@ class BuiltinEngine:
           priority=priority,
         )
       )
-    count, pages, oldest_kv = self._cached(ids)
-    if count <= start or oldest_kv != self._version:
+    count, pages = self._cached(ids)
+    if count <= start:
       yield contract.PrefixPages(ids[:start], start, -1, 0, [])
       return
     self._copy_pages()
@@ -276,20 +276,15 @@ class BuiltinEngine:
     num_bytes = sum(x.nbytes for x in values)
     yield contract.PrefixPages(ids[:count], start, version, num_bytes, values)
 
-  def _cached(
-    self, ids: Int32[np.ndarray, " N"]
-  ) -> tuple[int, list[int], int | None]:
-    """Returns how many of all ids but the last are cached, where and of when.
-
-    That is their pages, and the lowest version of these.
-    """
+  def _cached(self, ids: Int32[np.ndarray, " N"]) -> tuple[int, list[int]]:
+    """Returns how many of all ids but the last are cached, and their pages."""
     blocks = self._queue.blocks
     table, copy = blocks.begin(ids)
-    count, pages, oldest_kv = table.cached, table.pages[:], table.oldest_kv
+    count, pages = table.cached, table.pages[:]
     if copy is not None:  # It would have been copied from there.
       pages[-1] = copy[0]
     blocks.cancel(table)
-    return count, pages, oldest_kv
+    return count, pages
 
   async def import_prefix(self, prefix: contract.PrefixPages) -> str:
     """Adds pages to the prefix cache; see `contract.PrefixEngine`."""
@@ -385,8 +380,8 @@ class BuiltinEngine:
         if state.slot >= 0 or state.num_sampled:
           self._queue.finish(state, "abort")
     if in_flight == "keep_kv":
-      # Requests in flight keep theirs, also what they share.
-      self._queue.blocks.flush()
+      # Requests in flight keep theirs, and nobody else gets them.
+      self._queue.blocks.detach()
     else:
       self._queue.restart()
     self._params, self._version = params, version

@@ -320,12 +320,14 @@ class RequestQueue:
   ) -> set[tuple[int, bytes]]:
     """Returns (length, ids) of all up to the end of a request's next page.
 
-    None if it has shared its context, or has no whole page of it left.
+    None if it has shared its context or never will, or has no whole page of
+    it left.
     """
-    assert state.page_table is not None
-    page = self._shapes.page_size
-    size = state.page_table.cached // page * page + page
-    if state.prefix_shared or state.known < size:
+    table, page = state.page_table, self._shapes.page_size
+    assert table is not None
+    size = table.cached // page * page + page
+    shares = self.blocks.shares(table) and not state.prefix_shared
+    if not shares or state.known < size:
       return set()
     return {(size, state.ids[:size].tobytes())}
 

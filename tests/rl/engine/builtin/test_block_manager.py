@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from rl.engine.builtin import block_manager
 from tests.helpers import page_device, page_holders, searches
 
+WAYS = ["restart", "detach", "flush", "keep"]
+
 
 def _ids(text):
   return np.array([ord(letter) for letter in text], np.int32)
@@ -261,6 +263,28 @@ def test_new_weights_empty_the_page_tables_and_the_cache():
   assert (table.cached, table.oldest_kv) == (9, 2)
 
 
+def test_detached_pages_stay_with_their_tables_and_then_are_free():
+  pages = block_manager.BlockManager(8, 4)
+  _run(pages, "abcdefgh", version=1)
+  _run(pages, "xyz", version=1)
+  one, _ = pages.begin(_ids("abcd+"))
+  two, _ = pages.begin(_ids("abcd-"))
+  pages.detach()
+  # "abcd" is kept; "efgh" and "xyz" nobody used.
+  assert (one.pages, one.cached, one.oldest_kv) == (two.pages, 4, 1)
+  assert (pages.num_free, pages.num_idle) == (7, 0)
+  _feed(pages, one, "abcd+efgh")
+  pages.share(one, _ids("abcd+efgh"))
+  assert _known_of(pages, "abcd+efgh") == 0
+  page_holders.check_blocks(pages, [one, two])
+  pages.end(one, _ids("abcd+efgh"))
+  assert (pages.num_free, pages.num_idle) == (7, 0)
+  assert _run(pages, "abcd-", version=2) == 0
+  pages.end(two, _ids("abcd-"))
+  assert (pages.num_free, pages.num_idle) == (6, 2)
+  assert pages.begin(_ids("abcd-+"))[0].oldest_kv == 2
+
+
 def test_kept_keys_and_values_tell_their_lowest_version():
   pages = block_manager.BlockManager(16, 4)
   _run(pages, "abcd", version=1)
@@ -392,7 +416,7 @@ def test_every_request_finds_its_own_ids_whatever_happens(
     elif action < 0.99:
       device.end(one)
     else:
-      device.new_weights(draws.choice(["restart", "flush", "keep"]))
+      device.new_weights(draws.choice(WAYS))
     device.check()
   assert device.cached > 1000
   device.end_all()
@@ -442,7 +466,7 @@ class _Pages(stateful.RuleBasedStateMachine):
   def end(self, data):
     self.device.end(self._any(data))
 
-  @stateful.rule(way=st.sampled_from(["restart", "flush", "keep"]))
+  @stateful.rule(way=st.sampled_from(WAYS))
   def new_weights(self, way):
     self.device.new_weights(way)
 

@@ -526,6 +526,36 @@ def test_new_weights_in_the_middle_of_a_prompt_encode_all_of_it_again(served):
   served.run(scenario())
 
 
+def test_requests_after_a_swap_find_nothing_of_those_that_keep_theirs(served):
+  prompt = list(range(10))
+
+  async def scenario():
+    free, running = served.engine.stats().free_pages, []
+    # Each is still decoded when the next version comes.
+    for _ in range(3):
+      request, task = served.begin(prompt, 16)
+      await served.first_token(request)
+      running.append((request, task, served.version))
+      await served.publish("keep_kv")
+      done = await served.answer(prompt, 3)
+      assert (done.cached_tokens, done.oldest_kv) == (0, served.version)
+      assert served.is_greedy(prompt, done.tokens)
+    for _, task, version in running:
+      done = await task
+      assert done.oldest_kv == done.versions[0] == version
+      assert done.versions[-1] > version
+    # Nor does the next turn of a session find its own.
+    turn = [*prompt, *done.tokens.tolist(), 1]
+    later = await served.answer(turn, 3, session=request.session)
+    assert later.oldest_kv == served.version
+    assert served.is_greedy(turn, later.tokens)
+    await served.engine.flush_cache()
+    assert served.engine.stats().free_pages == free
+
+  served.run(served.engine.flush_cache())
+  served.run(scenario())
+
+
 def test_a_drain_finishes_preempted_requests_and_admits_no_new_ones(pressed):
   async def scenario():
     before = pressed.engine.stats()
@@ -1037,7 +1067,7 @@ def test_pages_of_another_version_are_refused(pair, publishes):
   assert takes.is_greedy(ids, done.tokens)
 
 
-def test_pages_of_several_versions_are_not_exported(pair):
+def test_pages_that_a_request_kept_from_old_weights_are_not_exported(pair):
   served, _ = pair
   ids = some_ids(np.random.default_rng(9), 12, 13)
 
@@ -1048,9 +1078,12 @@ def test_pages_of_several_versions_are_not_exported(pair):
     async with served.engine.export_prefix(
       np.array([*ids, 1], np.int32)
     ) as found:
-      assert (len(found.ids), found.version, found.nbytes) == (0, -1, 0)
+      assert (len(found.ids), found.version) == (12, served.version)
+      prefilled = served.engine.stats().prefilled_tokens - before
+      assert prefilled == 24
     await answer
 
+  before = served.engine.stats().prefilled_tokens
   served.run(scenario())
 
 
