@@ -214,8 +214,10 @@ class Completion:
     oldest_kv: lowest version of the keys and values that the last id attended
       to: its own, or an older one after `keep_kv`; -1 if unknown.
     experts: of every id of the conversation, N + T; -1 where unknown, as for
-      the last id, which was never fed. The built-in engine's are of
-      `ModelConfig.expert_dtype`. None unless the request asks for them.
+      the last id, which was never fed. Tokens keep those that sampled them, as
+      does the context before, when `recompute` feeds them again. The built-in
+      engine's are of `ModelConfig.expert_dtype`. None unless the request asks
+      for them.
     top: the most probable ids; None unless the request asks for them.
   """
 

@@ -1,10 +1,16 @@
-"""The experts chosen for every cached position, page by page, on the host."""
+"""The experts chosen for every id, on the host.
+
+Pages have those of the keys and values that they hold now: after new weights
+both are computed again. A request keeps the experts with which its tokens were
+sampled, and takes from pages those of context that was cached before it.
+"""
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from models import config as model_config
 from rl.engine.builtin import block_manager, decode_step
+from rl.engine.builtin import request as request_lib
 
 
 class RecordedExperts:
@@ -23,9 +29,15 @@ class RecordedExperts:
     """Copies a page."""
     self._pages[target] = self._pages[source]
 
+  def begin(self, state: request_lib.RequestState) -> None:
+    """Takes the experts of the ids that a request found in the cache."""
+    table = state.page_table
+    assert table is not None
+    self._keep(state, 0, self._pages[self._places(table, 0, table.cached)])
+
   def record(
     self,
-    table: block_manager.PageTable,
+    state: request_lib.RequestState,
     start: int,
     sampled: decode_step.Sampled,
     row: int,
@@ -33,25 +45,47 @@ class RecordedExperts:
   ) -> None:
     """Keeps the experts of the ids that a row fed from position `start` on.
 
+    Call it when the request has the row's tokens and their place in its table.
+
     Args:
       fed: place of the row's new ids among those of the dispatch.
     """
     assert sampled.fed is not None
     assert sampled.stepped is not None
-    # The last sampled id has not been fed.
-    stepped = sampled.stepped[row, : max(int(sampled.counts[row]) - 1, 0)]
-    experts = np.concatenate([sampled.fed[fed], stepped])
-    self._pages[self._places(table, start, start + len(experts))] = experts
+    table = state.page_table
+    assert table is not None
+    # Tokens that did not fit were fed as well.
+    experts = np.concatenate([sampled.fed[fed], sampled.stepped[row]])
+    experts = experts[: table.cached - start]
+    self._pages[self._places(table, start, table.cached)] = experts
+    self._keep(state, start, experts)
+    if state.num_sampled:
+      state.num_routed = max(state.num_routed, table.cached)
+
+  def _keep(
+    self,
+    state: request_lib.RequestState,
+    start: int,
+    experts: Int[np.ndarray, "n S k"],
+  ) -> None:
+    """Gives a request the experts of some ids, but where it has sampled."""
+    if not state.request.experts:
+      return
+    if state.experts is None:
+      state.experts = self._unknown(len(state.ids))
+    first = max(start, state.num_routed)
+    state.experts[first : start + len(experts)] = experts[first - start :]
 
   def of_conversation(
-    self, table: block_manager.PageTable | None, num_ids: int
+    self, state: request_lib.RequestState
   ) -> Int[np.ndarray, "ids S k"]:
-    """Returns the experts of so many ids, -1 where none are known."""
-    experts = np.full((num_ids, *self._pages.shape[2:]), -1, self._pages.dtype)
-    if table is not None:
-      places = self._places(table, 0, table.cached)
-      experts[: table.cached] = self._pages[places]
-    return experts
+    """Returns the experts of a request's ids, -1 where none are known."""
+    if state.experts is None:
+      return self._unknown(state.known)
+    return state.experts[: state.known].copy()
+
+  def _unknown(self, num_ids: int) -> Int[np.ndarray, "ids S k"]:
+    return np.full((num_ids, *self._pages.shape[2:]), -1, self._pages.dtype)
 
   def _places(
     self, table: block_manager.PageTable, start: int, stop: int

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from rl.data import trajectory
 from rl.engine import contract
@@ -66,6 +66,9 @@ class RequestState:
     logprobs, versions: of the tokens sampled so far.
     top: the most probable ids beside them, if it asks for some, with room for
       all that may be sampled.
+    experts: of every id, if it asks for them; None before it runs.
+    num_routed: leading ids whose experts stay: tokens were sampled by them,
+      even if new weights choose others when these ids are fed again.
     deltas: queue that a stream reads, None ends it.
     num_emitted: sampled tokens that were put there.
   """
@@ -95,6 +98,8 @@ class RequestState:
   logprobs: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
   top: contract.TopLogprobs | None = None
+  experts: Int[np.ndarray, "ids S k"] | None = None
+  num_routed: int = 0
   deltas: asyncio.Queue[contract.Delta | None] | None = None
   num_emitted: int = 0
 

@@ -204,7 +204,7 @@ class RequestQueue:
   ) -> contract.Completion:
     experts = None
     if state.request.experts and self._experts is not None:
-      experts = self._experts.of_conversation(state.page_table, state.known)
+      experts = self._experts.of_conversation(state)
     return contract.Completion(
       tokens=state.ids[len(state.request.tokens) : state.known].copy(),
       logprobs=np.asarray(state.logprobs, np.float32),
@@ -300,6 +300,8 @@ class RequestQueue:
         self._experts.copy(*copy)
     state.slot, state.page_table = self._free_slots.pop(), table
     state.bias_row = bias_row
+    if self._experts is not None:
+      self._experts.begin(state)
     if self._drafts and table.cached:
       known = state.ids[: table.cached].copy()
       self._histories.append((state.slot, known))
@@ -412,10 +414,6 @@ class RequestQueue:
       count = fits
       if table.oldest_kv is None:
         table.oldest_kv = version
-      if self._experts is not None:
-        first = dispatch.starts[i]
-        new_ids = slice(first, first + fed)
-        self._experts.record(table, start, sampled, i, new_ids)
       # The last id of a row that samples on was sampled itself: no context.
       own = state.num_sampled > 0 and start + fed == state.known
       self.counts["prefilled"] += fed - own
@@ -424,6 +422,10 @@ class RequestQueue:
         top = sampled.top and (sampled.top[0][i], sampled.top[1][i])
         state.append(tokens[i][:count], logprobs[i][:count], version, top)
         self.counts["sampled"] += count
+      if self._experts is not None:
+        first = dispatch.starts[i]
+        new_ids = slice(first, first + fed)
+        self._experts.record(state, start, sampled, i, new_ids)
       if not state.prefix_shared:
         self.blocks.share(table, state.ids[: state.known])
         state.prefix_shared = count > 0
