@@ -16,8 +16,9 @@ class Unrecorded(RuntimeError):
 class SessionRecord:
   """Appends trajectories as JSON lines, whole or not at all.
 
-  Only the user of the server may read a file that it creates. `keep` is called
-  for each session, `close` once.
+  Only the user of the server may read a file that it creates. It may also be a
+  pipe, which `line_file.LineFile` could not read. A last line that a crash has
+  cut is ended first. `keep` is called for each session, `close` once.
 
   Raises:
     SettingError: the file cannot be written.
@@ -27,6 +28,8 @@ class SessionRecord:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
       self._file = os.open(path, flags, 0o600)
+      if os.fstat(self._file).st_size and not _ends_a_line(path):
+        os.write(self._file, b"\n")
     except OSError as error:
       raise annotations.SettingError(
         f"--record={path} cannot be written: {error.strerror}"
@@ -54,3 +57,9 @@ class SessionRecord:
   def close(self) -> None:
     """Closes the file."""
     os.close(self._file)
+
+
+def _ends_a_line(path: str | os.PathLike[str]) -> bool:
+  with open(path, "rb") as file:
+    file.seek(-1, os.SEEK_END)
+    return file.read() == b"\n"

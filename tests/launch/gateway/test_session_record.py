@@ -1,6 +1,7 @@
 """The record of sessions: private, and of whole lines."""
 
 import json
+import os
 import resource
 import stat
 
@@ -47,6 +48,29 @@ def test_a_session_for_which_there_is_no_room_leaves_no_half_line(tmp_path):
   record.keep([ended("c")])
   record.close()
   assert names(path) == ["a", "c"]
+
+
+def test_a_line_that_a_crash_has_cut_costs_no_other(tmp_path):
+  path = tmp_path / "sessions.jsonl"
+  path.write_text('{"task_id": "a"}\n{"task')
+  for name in ("b", "c"):
+    record = session_record.SessionRecord(path)
+    record.keep([ended(name)])
+    record.close()
+  whole, cut, *after = path.read_text().splitlines()
+  assert (whole, cut) == ('{"task_id": "a"}', '{"task')
+  assert [json.loads(line)["task_id"] for line in after] == ["b", "c"]
+
+
+def test_a_record_may_be_a_pipe(tmp_path):
+  path = tmp_path / "pipe"
+  os.mkfifo(path)
+  reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+  record = session_record.SessionRecord(path)
+  record.keep([ended("a")])
+  record.close()
+  with open(reading, "rb") as pipe:
+    assert json.loads(pipe.read())["task_id"] == "a"
 
 
 def test_a_record_that_cannot_be_written_is_refused(tmp_path):
