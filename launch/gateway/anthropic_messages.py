@@ -5,7 +5,7 @@
 A request becomes one of the OpenAI API, so that both are read by one parser. A
 reply has the extra fields of `openai_replies`. Thinking is a block of its own,
 whose signature is empty; a budget for it is not kept, as the chat template
-decides.
+decides. An answer that the client has begun is refused, not continued.
 """
 
 import json
@@ -40,8 +40,17 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
   system = json_fields.get(body, "system", (str, list), "")
   if system:
     messages.append({"role": "system", "content": _texts(system, "system")})
-  for i, message in enumerate(json_fields.get(body, "messages", list)):
+  listed = json_fields.get(body, "messages", list)
+  for i, message in enumerate(listed):
     messages += _messages(message, f"messages[{i}]")
+  if messages and messages[-1]["role"] == "assistant":
+    where = f"messages[{len(listed) - 1}]"
+    raise json_fields.BadRequest(
+      f"{where} begins an answer, and this server continues none here: end "
+      "with a message of the user, or continue a text with /v1/completions",
+      f"{where}.role",
+      "unsupported_value",
+    )
   tools = json_fields.get(body, "tools", list, [])
   asked: dict[str, Any] = {
     **{name: body[name] for name in _SAME if name in body},

@@ -144,6 +144,18 @@ def test_what_cannot_be_done_is_refused_by_name(served, fields, words):
   assert body["type"] == "error"
 
 
+@pytest.mark.parametrize("begun", ["Par", [{"type": "text", "text": "Par"}]])
+def test_an_answer_that_was_begun_is_refused_not_dropped(served, begun):
+  before = len(served.engine.requests)
+  with pytest.raises(
+    package().BadRequestError, match="end with a message of the user"
+  ) as caught:
+    ask(served, "Capital?", begun)
+  body: Any = caught.value.body
+  assert body["error"]["param"] == "messages[1].role"
+  assert len(served.engine.requests) == before
+
+
 @pytest.mark.parametrize(
   ("content", "where"),
   [
