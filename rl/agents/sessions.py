@@ -1,6 +1,7 @@
 """The open sessions of a server, by name."""
 
 import collections
+import itertools
 import math
 import re
 import secrets
@@ -12,9 +13,14 @@ from rl.agents import session_tree
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
+from rl.runtime import log_line
 
 # The part of all bytes that one session may hold.
 _SHARE = 16
+# After which a session that could not be kept is tried again, and how many may
+# fail within one request: each costs the making of its trajectories.
+_RETRY_S = 60.0
+_TRIES = 4
 _ID = re.compile(r"[\w.:~@=+-]{1,200}", re.ASCII)
 
 
@@ -31,7 +37,7 @@ class FullSession(RuntimeError):
 
 
 class TooManySessions(RuntimeError):
-  """All `max_sessions` sessions wait for an answer."""
+  """There is no room for a request, and no session can be ended to make it."""
 
 
 class Sessions:
@@ -45,7 +51,8 @@ class Sessions:
     max_idle_s: a session without a request for longer is ended in the same way;
       None: never.
     keep: receives the trajectories of each session as it ends. If it raises,
-      the session stays open.
+      that session stays open, and others are ended in its place; whoever
+      finishes it gets the error.
     clock: in seconds.
 
   Attributes:
@@ -77,6 +84,8 @@ class Sessions:
     self._open: collections.OrderedDict[str, session_tree.Session] = (
       collections.OrderedDict()
     )
+    # When those that could not be kept may be tried again.
+    self._retry_s: dict[str, float] = {}
     # The owner of each, and the reason of its end.
     self._finished: collections.OrderedDict[str, tuple[str, str]] = (
       collections.OrderedDict()
@@ -110,7 +119,8 @@ class Sessions:
       FinishedSession: it has ended.
       UnknownSession: it belongs to another owner.
       FullSession: it holds too much.
-      TooManySessions: all sessions wait for an answer, so none can be ended.
+      TooManySessions: all sessions wait for an answer or cannot be kept, so
+        none can be ended.
     """
     if name is None:
       name = secrets.token_hex(8)
@@ -119,6 +129,7 @@ class Sessions:
         f"session {name[:200]!r}: use 1 to 200 letters, digits or . _ : ~ @ = "
         "+ -"
       )
+    self._refuse_more_bytes()
     if name not in self._open and name not in self._finished:
       self._make_room()
       seed = secrets.randbits(31) if seed is None else seed
@@ -175,8 +186,7 @@ class Sessions:
     before = session.num_bytes
     session.record(opening, completion, answer)
     self._bytes[session.owner] += session.num_bytes - before
-    while self.num_bytes > self._max_bytes and self._make_way(self._bytes):
-      pass
+    self._make_room_for_bytes()
 
   def finish(
     self, name: str, ending: session_tree.Ending, owner: str = ""
@@ -223,6 +233,7 @@ class Sessions:
     if branches:
       self._keep(branches)
     session = self._open.pop(name)
+    self._retry_s.pop(name, None)
     self._bytes[session.owner] -= session.num_bytes
     self._held[session.owner] -= 1
     self.num_ended[why] += 1
@@ -230,13 +241,46 @@ class Sessions:
     if len(self._finished) > self._max:
       self._finished.popitem(last=False)
 
+  def _try_interrupt(self, name: str, why: str) -> bool:
+    """Returns whether a session has ended: it stays if it cannot be kept."""
+    try:
+      self._interrupt(name, why)
+    except Exception as error:
+      if not self._retry_s:
+        log_line.tell(f"session {name}: {error}")
+      self._retry_s[name] = self._clock() + _RETRY_S
+      return False
+    return True
+
+  def _may_end(self, session: session_tree.Session) -> bool:
+    retry_s = self._retry_s.get(session.name, -math.inf)
+    return not session.running and self._clock() >= retry_s
+
   def _make_room(self) -> None:
     self._end_idle()
     if len(self._open) >= self._max and not self._make_way(self._held):
       raise TooManySessions(
-        f"all of max_sessions={self._max} wait for answers; finish some, or "
-        "retry later"
+        f"all of max_sessions={self._max} {self._why_none_ends()}"
       )
+
+  def _make_room_for_bytes(self) -> None:
+    while self.num_bytes > self._max_bytes and self._make_way(self._bytes):
+      pass
+
+  def _refuse_more_bytes(self) -> None:
+    """Keeps sessions from growing without bound while none can be kept."""
+    if not self._retry_s:
+      return
+    self._make_room_for_bytes()
+    if self._retry_s and self.num_bytes > self._max_bytes:
+      raise TooManySessions(
+        f"open sessions hold {self.num_bytes} bytes, above {self._max_bytes}, "
+        f"and {self._why_none_ends()}"
+      )
+
+  def _why_none_ends(self) -> str:
+    kept = " or cannot be recorded" if self._retry_s else ""
+    return f"wait for answers{kept}; finish some, or retry later"
 
   def _make_way(self, held: collections.Counter[str]) -> bool:
     """Ends one session; returns whether one could be ended.
@@ -244,20 +288,27 @@ class Sessions:
     Whoever holds most gives way, so that no owner can end the sessions of those
     with fewer.
     """
-    for owner, _ in held.most_common():
-      for name, session in self._open.items():
-        if session.owner == owner and not session.running:
-          self._interrupt(name, "ended to make room")
-          return True
-    return False
+    names = (
+      name
+      for owner, _ in held.most_common()
+      for name, session in self._open.items()
+      if session.owner == owner and self._may_end(session)
+    )
+    return any(
+      self._try_interrupt(name, "ended to make room")
+      for name in itertools.islice(names, _TRIES)
+    )
 
   def _end_idle(self) -> None:
-    before_s = self._clock() - self._max_idle_s
-    idle = []
+    before_s, idle = self._clock() - self._max_idle_s, []
     for name, session in self._open.items():
       if session.asked_s >= before_s:
         break  # They are in the order of their last request.
-      if not session.running and session.used_s < before_s:
+      if session.used_s < before_s and self._may_end(session):
         idle.append(name)
+    why = f"ended after {self._max_idle_s:g} s without use"
+    failed = 0
     for name in idle:
-      self._interrupt(name, f"ended after {self._max_idle_s:g} s without use")
+      failed += not self._try_interrupt(name, why)
+      if failed == _TRIES:
+        break  # The rest is for the next request.

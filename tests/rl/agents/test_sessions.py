@@ -143,6 +143,81 @@ def test_one_session_that_cannot_be_kept_does_not_lose_others():
   assert (kept, len(some)) == (["b"], 1)
 
 
+class _Disk:
+  """Keeps trajectories, but those of some sessions while it is full."""
+
+  def __init__(self, *unkept):
+    self.unkept, self.kept = set(unkept), []
+
+  def keep(self, branches):
+    if branches[0].task_id in self.unkept:
+      raise OSError("no space")
+    self.kept.append(branches[0].task_id)
+
+
+def test_an_idle_session_that_cannot_be_kept_is_the_only_one_to_stay():
+  now, disk = [0.0], _Disk("a")
+  some = sessions.Sessions(
+    CHAT, keep=disk.keep, max_idle_s=10.0, clock=lambda: now[0]
+  )
+  for name in ("a", "b"):
+    answer(some.open(name))
+  now[0] = 11.0
+  some.open("c")
+  assert disk.kept == ["b"]
+  assert some.get("a").num_answers == 1
+  with pytest.raises(OSError, match="no space"):
+    some.finish("a", DONE)
+  # It is tried again a minute after it failed.
+  disk.unkept.clear()
+  now[0] = 70.0
+  assert some.get("a")
+  now[0] = 72.0
+  with pytest.raises(sessions.FinishedSession, match="ended after 10 s"):
+    some.get("a")
+  assert disk.kept == ["b", "a"]
+
+
+def test_another_makes_room_for_a_session_that_cannot_be_kept(capsys):
+  disk = _Disk("a")
+  some = sessions.Sessions(CHAT, keep=disk.keep, max_sessions=2)
+  for name in ("a", "b", "c"):
+    answer(some.open(name))
+  assert (disk.kept, len(some)) == (["b"], 2)
+  assert "session a: no space" in capsys.readouterr().err
+  disk.unkept.add("c")
+  with pytest.raises(sessions.TooManySessions, match="cannot be recorded"):
+    some.open("d")
+  assert some.open("a").num_answers == some.open("c").num_answers == 1
+
+
+def test_an_answer_stands_though_another_session_cannot_be_kept():
+  disk = _Disk("a")
+  some = sessions.Sessions(CHAT, keep=disk.keep, max_bytes=5000)
+  session = some.open("a")
+  record(some, session)
+  # Of some 4,000 bytes each, two do not fit; "b" ends in the place of "a".
+  record(some, some.open("b"))
+  assert disk.kept == ["b"]
+  assert session.num_answers == 1
+
+
+def test_sessions_that_cannot_be_kept_do_not_grow_without_bound():
+  disk = _Disk("a", "b")
+  some = sessions.Sessions(CHAT, keep=disk.keep, max_bytes=130_000)
+  for name in ("a", "b"):
+    session = some.open(name)
+    with session.request_running():
+      while session.num_bytes <= 65_000:
+        record(some, session)
+  # Both failed to make room, and "c" would have to.
+  with pytest.raises(sessions.TooManySessions, match="above 130000, and wait"):
+    some.open("c")
+  disk.unkept.clear()
+  assert some.finish("a", DONE)
+  assert some.open("c")
+
+
 def test_a_session_without_answers_leaves_one_trajectory_without_turns():
   some, kept = opened()
   some.open("a")
@@ -256,8 +331,12 @@ class _Server(stateful.RuleBasedStateMachine):
     self.kept += branches
 
   @contextlib.contextmanager
-  def _refusals(self):
-    """Lets the errors pass that a client is told, or that a disk has."""
+  def _refusals(self, *, keeps=False):
+    """Lets the errors pass that a client is told.
+
+    Args:
+      keeps: also those of a disk, for the session that is to be kept.
+    """
     refused = (
       sessions.FinishedSession,
       sessions.FullSession,
@@ -269,6 +348,7 @@ class _Server(stateful.RuleBasedStateMachine):
     except refused:
       pass
     except OSError:
+      assert keeps
       assert not self.keeps
 
   @stateful.rule(name=NAMES, owner=OWNERS)
@@ -297,7 +377,7 @@ class _Server(stateful.RuleBasedStateMachine):
 
   @stateful.rule(name=NAMES, owner=OWNERS)
   def finish(self, name, owner):
-    with self._refusals():
+    with self._refusals(keeps=True):
       self.some.finish(name, DONE, owner)
 
   @stateful.rule(seconds=st.integers(1, 6))
@@ -310,7 +390,7 @@ class _Server(stateful.RuleBasedStateMachine):
 
   @stateful.rule()
   def close(self):
-    with self._refusals():
+    with self._refusals(keeps=True):
       self.some.close()
 
   @stateful.invariant()
