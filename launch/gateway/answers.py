@@ -17,6 +17,7 @@ from jaxtyping import Float32
 
 from launch.gateway import (
   anthropic_messages,
+  deadline,
   openai_replies,
   openai_requests,
   session_record,
@@ -35,7 +36,7 @@ class PendingAnswer:
   Attributes:
     sessions: must still hold `session` when an answer arrives.
     requests, parsers: one of each per choice.
-    answer_s: deadline of all choices together, in seconds.
+    deadline: of all choices together.
   """
 
   engine: answer_stream.ServedEngine
@@ -45,7 +46,7 @@ class PendingAnswer:
   reply_format: openai_replies.ReplyFormat | anthropic_messages.MessageFormat
   requests: Sequence[contract.DecodeRequest]
   parsers: Sequence[answer_stream.AnswerParser]
-  answer_s: float
+  deadline: deadline.Deadline
   include_usage: bool
 
   async def reply(self) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class PendingAnswer:
     ]
     try:
       with self._as_api_errors():
-        async with asyncio.timeout(self.answer_s):
+        async with self.deadline.kept():
           completions = await asyncio.gather(*answers)
     finally:
       await disconnect.cancel(*answers)
@@ -77,13 +78,12 @@ class PendingAnswer:
     The first event is empty and comes with the first sampled token. Until then
     the errors of `reply` are raised; later ones become events.
     """
-    until = asyncio.get_running_loop().time() + self.answer_s
     deltas = _merged(
       [
         answer_stream.stream_answer(self.engine, *pair)
         for pair in zip(self.requests, self.parsers, strict=True)
       ],
-      until,
+      self.deadline,
     )
     async with contextlib.aclosing(deltas):
       with self._as_api_errors():
@@ -155,8 +155,6 @@ class PendingAnswer:
       raise
     except ValueError as error:
       raise json_fields.BadRequest(str(error)) from error
-    except TimeoutError:
-      raise TimeoutError(f"the answer took over {self.answer_s:g} s") from None
     except contract.EngineClosed:
       self.session.engine_closed = True
       raise
@@ -255,15 +253,16 @@ def _bias(
 
 
 async def _merged(
-  streams: Sequence[AsyncGenerator[answer_stream.AnswerDelta]], until: float
+  streams: Sequence[AsyncGenerator[answer_stream.AnswerDelta]],
+  limit: deadline.Deadline,
 ) -> AsyncGenerator[tuple[int, answer_stream.AnswerDelta]]:
   """Yields (index, delta) of all streams as they come.
 
   The queue is unbounded, so a client that reads slowly cannot hold up the
   engine.
 
-  Args:
-    until: deadline on the clock of the event loop; TimeoutError after it.
+  Raises:
+    TimeoutError: they passed the deadline.
   """
   queue: asyncio.Queue[
     tuple[int, answer_stream.AnswerDelta] | asyncio.Task[None]
@@ -283,7 +282,7 @@ async def _merged(
   num_running = len(pumps)
   try:
     while num_running:
-      async with asyncio.timeout_at(until):
+      async with limit.kept():
         item = await queue.get()
       if isinstance(item, asyncio.Task):
         item.result()  # Raises the error that ended the stream, if any.

@@ -7,8 +7,9 @@
   GET /health, /ready, /metrics
 
   _read -> chat_query -> Session.begin -> engine -> Session.record -> reply
-  '-------- in threads, within limits -'
-            what is long, in a process
+  '  '----- in threads, within limits -'                              '
+  '         what is long, in a process                               '
+  '- body_s -'---------------------- answer_s -----------------------'
 
 The path names the session of a request, so that a client only needs another
 base_url; the header x-session-id does the same. A request with neither gets a
@@ -32,6 +33,8 @@ from launch.gateway import answers as openai_answers
 from launch.gateway import (
   anthropic_messages,
   body_reader,
+  daemon_threads,
+  deadline,
   error_replies,
   gate,
   openai_replies,
@@ -74,7 +77,7 @@ class Serving:
     one_temperature: samples every request at `temperature`, and replies say
       so: a learner scores tokens at one temperature only.
     record_experts: records the experts that the engine chose for every id.
-    answer_s: deadline of the answers to a request.
+    answer_s: deadline of the answers to a request, from its body on.
     body_s: deadline of receiving its body.
     max_body: bytes of its body, of which a short context allows fewer.
     max_length: ids of a conversation; None: as many as the engine takes.
@@ -184,9 +187,12 @@ class _Api:
       vocab_size=able.vocab_size,
       max_length=able.max_length,
     )
-    self._quick, self._slow, self._long = (
-      futures.ThreadPoolExecutor(number, f"gateway-{name}")
-      for name, number in (("quick", _THREADS), ("slow", _THREADS), ("long", 1))
+    self._quick, self._slow, self._long, self._forms = (
+      daemon_threads.DaemonThreads(number, f"gateway-{name}")
+      for name, number in (
+        *(("quick", _THREADS), ("slow", _THREADS)),
+        *(("long", 1), ("forms", _THREADS)),
+      )
     )
 
   async def health(self, request: requests.Request) -> responses.Response:
@@ -227,7 +233,9 @@ class _Api:
     session = self._sessions.get(name, client)
     ending = session_tree.Ending(status=trajectory.Status.TRUNCATED)
     branches = session.trajectories(ending) if session.num_answers else []
+    self._set_deadline(request)
     return await self._shown(
+      request,
       branches,
       session=session.name,
       requests=session.number,
@@ -239,10 +247,13 @@ class _Api:
     ending = await self._read(request, "ending")
     name = request.path_params["session"]
     branches = self._sessions.finish(name, ending, request.state.client)
-    return await self._shown(branches, session=name)
+    return await self._shown(request, branches, session=name)
 
   async def _shown(
-    self, branches: Sequence[trajectory.Trajectory], **fields: Any
+    self,
+    request: requests.Request,
+    branches: Sequence[trajectory.Trajectory],
+    **fields: Any,
   ) -> responses.Response:
     """Returns the reply that shows trajectories; a long session has many."""
 
@@ -251,7 +262,7 @@ class _Api:
       return responses.JSONResponse({**fields, "trajectories": lines})
 
     size = sum(len(one.ids) for one in branches)
-    return await self._in_thread(self._pool(size), reply)
+    return await self._in_thread(request, self._pool(size), reply)
 
   async def chat(self, request: requests.Request) -> responses.Response:
     """Answers a conversation."""
@@ -274,12 +285,13 @@ class _Api:
     with session.request_running(), _as_bad_request("messages"):
       size = _A_MESSAGE * len(query.messages)
       size += sum(len(message.content) for message in query.messages)
-      encode = functools.partial(self._do, size, "encode")
+      encode = functools.partial(self._do, request, size, "encode")
       opening = await self._in_thread(
+        request,
         self._pool(size),
         lambda: session.begin(query.messages, query.tools, number, encode),
       )
-    constraint = await self._constraint(query.grammar)
+    constraint = await self._constraint(request, query.grammar)
 
     def parser() -> answer_stream.AnswerParser:
       return answer_stream.AnswerParser(
@@ -310,11 +322,12 @@ class _Api:
     def begin() -> session_tree.Opening:
       ids = prompt
       if isinstance(ids, str):
-        ids = self._do(len(ids), "text_ids", ids)
+        ids = self._do(request, len(ids), "text_ids", ids)
       return session.begin_ids(np.asarray(ids, np.int32), number)
 
     with session.request_running(), _as_bad_request("prompt"):
-      opening = await self._in_thread(self._pool(len(prompt)), begin)
+      pool = self._pool(len(prompt))
+      opening = await self._in_thread(request, pool, begin)
 
     def parser() -> answer_stream.AnswerParser:
       return answer_stream.AnswerParser(
@@ -379,7 +392,7 @@ class _Api:
       reply_format=as_reply(reply_format),
       requests=answer_requests,
       parsers=[parser() for _ in answer_requests],
-      answer_s=serving.answer_s,
+      deadline=request.state.deadline,
       include_usage=sampling.include_usage,
     )
     headers = {"x-session-id": session.name}
@@ -397,7 +410,9 @@ class _Api:
       return disconnect.Events(events, running.pop_all().close, headers)
 
   async def _constraint(
-    self, grammar: answer_grammar.AnswerGrammar | None
+    self,
+    request: requests.Request,
+    grammar: answer_grammar.AnswerGrammar | None,
   ) -> contract.TokenMatcher | None:
     """Returns the compiled grammar, in a thread: large ones take a while."""
     if grammar is None:
@@ -413,9 +428,10 @@ class _Api:
         "unsupported_value",
       )
     with _as_bad_request(field):
-      return await asyncio.to_thread(
+      compiled = functools.partial(
         answer_grammar.compiled, chat, grammar, able.vocab_size
       )
+      return await self._in_thread(request, self._forms, compiled)
 
   def _open(self, request: requests.Request) -> session_tree.Session:
     path = request.path_params.get("session")
@@ -440,9 +456,10 @@ class _Api:
     limit, seconds = self._limits.body_bytes, self._serving.body_s
     try:
       body = await http_server.body(request, limit, seconds)
+      self._set_deadline(request)
       size = len(body)
-      work = functools.partial(self._do, size, name, body)
-      return await self._in_thread(self._pool(size), work)
+      work = functools.partial(self._do, request, size, name, body)
+      return await self._in_thread(request, self._pool(size), work)
     except json_fields.BadRequest as error:
       if error.status == 413 or error.code == "context_length_exceeded":
         self._note_too_long(request)
@@ -457,12 +474,19 @@ class _Api:
       session = self._sessions.get(name, request.state.client)
       session.was_too_long = True
 
-  def _do(self, size: int, name: str, *arguments: Any) -> Any:
+  def _set_deadline(self, request: requests.Request) -> None:
+    answer_s = self._serving.answer_s
+    request.state.deadline = deadline.Deadline.after(answer_s)
+
+  def _do(
+    self, request: requests.Request, size: int, name: str, *arguments: Any
+  ) -> Any:
     """Calls a method of the reader, in the thread of `_pool`."""
     process = self._process if size > _LONG else None
     if process is None:
       return getattr(self._reader, name)(*arguments)
-    return process.call(name, *arguments)
+    left_s = request.state.deadline.left_s
+    return process.call(name, *arguments, within_s=left_s)
 
   @functools.cached_property
   def _process(self) -> reading_process.ReadingProcess | None:
@@ -476,9 +500,26 @@ class _Api:
     return self._slow if size <= _LONG else self._long
 
   async def _in_thread(
-    self, pool: futures.Executor, work: Callable[[], _T]
+    self,
+    request: requests.Request,
+    pool: futures.Executor,
+    work: Callable[[], _T],
   ) -> _T:
-    return await asyncio.get_running_loop().run_in_executor(pool, work)
+    """Returns what `work` returns, for which a request waits.
+
+    Once nobody waits, it is not begun; what has begun keeps its thread until it
+    ends, so that no more of it runs at once.
+
+    Raises:
+      ClientGone: the client disconnected.
+      TimeoutError: the deadline of the request passed.
+    """
+
+    async def done() -> _T:
+      return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async with request.state.deadline.kept():
+      return await disconnect.unless_gone(request.receive, done())
 
 
 async def _first(events: AsyncGenerator[bytes]) -> bytes:

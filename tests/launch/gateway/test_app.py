@@ -703,6 +703,24 @@ def test_others_are_served_while_a_text_is_encoded():
     assert replies[0].choices
 
 
+def test_encoding_has_the_deadline_of_the_answer_and_is_for_a_client():
+  chat = Waiting(HF.tokenizer, HF.template, HF.stop_ids)
+  chat.may.set()
+  with openai_server.serve(chat, answer_s=0.3) as server:
+    chat.may.clear()
+    with pytest.raises(openai.InternalServerError, match=r"over 0\.3 s"):
+      server.ask("go", client=server.client("late"))
+    assert server.sessions.get("late").running == 0
+    assert not server.engine.requests
+    chat.may.set()
+  with openai_server.serve(chat) as server:
+    chat.may.clear()
+    with pytest.raises(openai.APITimeoutError):
+      server.ask("go", client=server.client("gone", timeout=0.2))
+    server.until(lambda: not server.sessions.get("gone").running)
+    chat.may.set()
+
+
 def test_a_body_that_never_comes_is_refused_in_time():
   with (
     openai_server.serve(WORDS, body_s=0.05) as server,

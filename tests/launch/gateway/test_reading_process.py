@@ -92,6 +92,29 @@ def test_a_process_that_dies_costs_one_request(process):
   assert one.call("text_ids", "go").tolist() == list(b"go")
 
 
+@pytest.mark.slow
+def test_a_process_that_hangs_is_late_and_gives_way_to_another():
+  one = reading_process.ReadingProcess(
+    dataclasses.replace(READER, chat=ProcessChat())
+  )
+  digits = one.call("encode", [], (), None)
+  pid = int("".join(map(str, digits)))
+  os.kill(pid, signal.SIGSTOP)
+  # More than the way holds, so that it is sending that is late.
+  for text in ("go", "g" * (1 << 22)):
+    with pytest.raises(TimeoutError, match=r"reading took over 0\.1 s"):
+      one.call("text_ids", text, within_s=0.1)
+    assert not processes.outliving([pid])
+  assert one.call("text_ids", "go").tolist() == list(b"go")
+
+
+def test_a_call_that_has_no_time_left_starts_no_process():
+  one = reading_process.ReadingProcess(READER)
+  with pytest.raises(TimeoutError, match="no time was left"):
+    one.call("text_ids", "go", within_s=0.0)
+  assert one._running is None
+
+
 def test_it_ends_with_its_server():
   chat = dataclasses.replace(READER, chat=ProcessChat())
   one = reading_process.ReadingProcess(chat)
@@ -117,6 +140,27 @@ def test_a_long_text_is_encoded_in_another_process():
       pids.append(int("".join(map(str, digits))))
   assert pids[0] == os.getpid()
   assert pids[1] != os.getpid()
+
+
+@dataclasses.dataclass(frozen=True)
+class HangingChat(byte_chat.ByteChat):
+  """Never encodes a conversation."""
+
+  def open(self, messages, tools=()):
+    time.sleep(3600)
+    return super().open(messages, tools)
+
+
+def test_long_texts_whose_encoding_hangs_are_answered_in_time():
+  chat = HangingChat()
+  with openai_server.serve(chat, answer_s=0.5, max_length=1 << 20) as server:
+    said = {"role": "user", "content": "g" * (1 << 20)}
+    for _ in range(2):
+      status, told = server.send(
+        *("POST", "/v1/chat/completions"), {"model": "m", "messages": [said]}
+      )
+      assert (status, told["error"]["code"]) == (504, "timeout")
+      assert told["error"]["message"] == "the answer took over 0.5 s"
 
 
 def test_a_chat_that_cannot_be_sent_stays_here():
