@@ -269,14 +269,15 @@ def _resolve(name: str, hint: Any, where: str) -> Any:
     found = short_names.choices(hint)
     if name in found:
       return found[name]
-    advice = suggestions.advice(hint, name)
+    advice = suggestions.advice(hint, name, apart=True)
     raise annotations.SettingError(
       f"{where}: nothing here is called {name}{advice}"
     )
   try:
     maker = pkgutil.resolve_name(name)
   except (ImportError, AttributeError, ValueError) as error:
-    advice = suggestions.advice(hint, name) or suggestions.moved(name)
+    advice = suggestions.advice(hint, name, apart=True)
+    advice = advice or suggestions.moved(name)
     raise annotations.SettingError(
       f"{where}: cannot import {name}: {error}{advice}"
     ) from error

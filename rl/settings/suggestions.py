@@ -55,7 +55,9 @@ def moved(path: str) -> str:
   return f"; did you mean {' or '.join(paths)}?" if paths else ""
 
 
-def advice(hint: Any, word: str, *, fields: bool = False) -> str:
+def advice(
+  hint: Any, word: str, *, fields: bool = False, apart: bool = False
+) -> str:
   """Returns what to add to an error: "; did you mean ..?" or ", such as ..".
 
   Nothing when no object and no word fits.
@@ -63,6 +65,7 @@ def advice(hint: Any, word: str, *, fields: bool = False) -> str:
   Args:
     word: as typed.
     fields: adds those of the only class that fits.
+    apart: "; there are .." in place of ", such as ..", which needs a noun.
   """
   known = annotations.describe(hint).split(" | ")
   listed = ", ".join(text for text in forms(hint) if text not in known)
@@ -74,7 +77,7 @@ def advice(hint: Any, word: str, *, fields: bool = False) -> str:
   told = (
     f"; it takes {_fields(makers[0])}" if fields and len(makers) == 1 else ""
   )
-  return f", such as {listed}{told}"
+  return f"{'; there are' if apart else ', such as'} {listed}{told}"
 
 
 def _fields(maker: Any) -> str:
