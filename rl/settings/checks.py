@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from rl.settings import short_names
 
+_MAX_TRIED = 1 << 16
 _PYTHON_S = 60.0
 _PRINT_MISSING = """
 import importlib.util, sys
@@ -153,7 +154,12 @@ def not_nan(part: object, *names: str, **words: str) -> None:
 def divides(part: object, whole: int, what: str, name: str) -> None:
   """Checks that a count divides `whole`, which is `what` in the message."""
   if whole % (count := getattr(part, name)):
-    out = f"does not divide {what}; use {math.gcd(count, whole)}"
+    top = min(count, whole)
+    # The next smaller divisor of a huge number may be far away.
+    tried = range(top, max(top - _MAX_TRIED, 0), -1)
+    fits = (number for number in tried if whole % number == 0)
+    use = next(fits, math.gcd(count, whole))
+    out = f"does not divide {what}; use {use}"
     raise ValueError(f"{short_names.of(part)}.{name}={count} {out}")
 
 

@@ -17,8 +17,8 @@ BY_TOKENS = {"groups_per_microbatch": None, "tokens_per_microbatch": 100}
     ({"groups_per_round": 0}, "groups_per_round=0", "at least one"),
     ({"updates_per_round": 0}, "updates_per_round=0", "at least one"),
     ({"groups_per_microbatch": -1}, "groups_per_microbatch=-1", "at least one"),
-    # 6 and 32 have the divisor 2 in common; 8 and 32 / 8 = 4 have 4.
-    ({"updates_per_round": 6}, "updates_per_round=6", "use 2"),
+    # The divisors of 32 end below 6 at 4, and those of 32 / 8 = 4 at 4.
+    ({"updates_per_round": 6}, "updates_per_round=6", "use 4"),
     (
       {"updates_per_round": 8, "groups_per_microbatch": 8},
       "groups_per_microbatch=8",

@@ -57,6 +57,16 @@ def test_a_file_called_as_a_part_keeps_its_name():
     checks.validate(Owner(Table("rate.jsonl")))
 
 
+@pytest.mark.parametrize(
+  ("whole", "count", "use"),
+  # 10**18 + 9 is prime: the search is bounded.
+  [(16, 7, 4), (16, 12, 8), (16, 99, 16), (7, 6, 1), (10**18 + 9, 10**17, 1)],
+)
+def test_the_largest_divisor_that_is_not_above_is_proposed(whole, count, use):
+  with pytest.raises(ValueError, match=rf"divide it; use {use}$"):
+    checks.divides(Rate(count), whole, "it", "peak")
+
+
 def test_a_missing_package_is_found_wherever_it_is_needed():
   checks.validate_installed(Parts((1, "a", Parts(()))))
   with pytest.raises(ValueError, match="x is not installed"):
