@@ -7,6 +7,7 @@ tests of both. All of it works before a line is changed.
 import argparse
 import pathlib
 import re
+import shlex
 from typing import NoReturn
 
 from twinmesh import error_codes
@@ -38,7 +39,7 @@ def main() -> None:
     error_codes.fail(error)
   print(
     f"{directory} has a task, a config and tests. Next:\n"
-    f"  cd {directory}\n"
+    f"  cd {shlex.quote(str(directory))}\n"
     "  twinmesh try --config=config.py\n"
     "  twinmesh train --config=config.py --workdir=runs/first"
   )

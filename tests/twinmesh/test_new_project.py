@@ -68,12 +68,12 @@ def test_any_name_of_a_directory_gives_a_config_that_can_be_read(tmp_path):
 
 @pytest.mark.process
 def test_the_command_says_what_comes_next(tmp_path):
-  done = python(tmp_path, "twinmesh", "new", "first")
+  done = python(tmp_path, "twinmesh", "new", "my first")
   assert done.returncode == 0, done.stderr
-  assert "  cd first\n  twinmesh try --config=config.py\n" in done.stdout
-  again = python(tmp_path, "twinmesh", "new", "first")
+  assert "  cd 'my first'\n  twinmesh try --config=config.py\n" in done.stdout
+  again = python(tmp_path, "twinmesh", "new", "my first")
   assert again.returncode == 2
-  assert again.stderr.startswith("error: first holds .gitignore; choose")
+  assert again.stderr.startswith("error: my first holds .gitignore; choose")
 
 
 @pytest.mark.slow
