@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import functools
 import importlib
+import inspect
 import json
 import os
 import pathlib
@@ -93,9 +94,11 @@ def exit_on_interrupt() -> Iterator[None]:
 def refuse_arguments(argv: Sequence[str]) -> None:
   """Raises SettingError on arguments that are not flags."""
   if len(argv) > 1:
-    raise overrides_lib.SettingError(
-      f"unexpected arguments: {' '.join(argv[1:])}"
-    )
+    message = f"unexpected arguments: {' '.join(argv[1:])}"
+    flag = "config" if argv[1].endswith((".py", ".json")) else "run"
+    if flag in absl_flags.FLAGS and not absl_flags.FLAGS[flag].present:
+      message += f"; did you mean --{flag}={argv[1]}?"
+    raise overrides_lib.SettingError(message)
 
 
 def _has_lost_its_reader() -> bool:
@@ -361,6 +364,13 @@ def _get_config(file: pathlib.Path, argument: str | None) -> Any:
   if get_config is None:
     raise overrides_lib.SettingError(f"{file}: has no get_config()")
   arguments = [] if argument is None else [argument]
+  with config_file.blame(file):
+    takes = inspect.signature(get_config).parameters
+  if arguments and not takes:
+    raise overrides_lib.SettingError(
+      f"{file}:{argument}: its get_config() takes no argument; leave out "
+      f":{argument}"
+    )
   with config_file.blame(file):
     tree = get_config(*arguments)
   if not overrides_lib.is_setting(type(tree)):

@@ -104,7 +104,11 @@ def _read(hint: Any, raw: Any, where: str) -> Any:
   name = str(raw).strip().strip("'\"")
   if annotations.takes_names(hint) and annotations.is_name(name):
     return _named(hint, name, where)
-  if len(annotations.members(hint)) > 1:
+  members = annotations.members(hint)
+  is_class = str not in members and any(map(annotations.is_object, members))
+  if is_class and annotations.is_name(name.partition("(")[0]):
+    raise _Mismatch(f"write {name.replace(':', '.', 1)}")
+  if len(members) > 1:
     return _read_union(hint, raw, where)
   kind, arguments = annotations.kind(hint), typing.get_args(hint)
   if kind in annotations.SCALARS:

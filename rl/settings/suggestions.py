@@ -43,8 +43,14 @@ def near(hint: Any, word: str) -> str | None:
     if word.partition("(")[0].endswith(f".{maker.__name__}"):
       return f"{form(maker)} ({annotations.path(maker)})"
   last = word.partition("(")[0].rpartition(".")[2].strip().lower()
-  found = difflib.get_close_matches(last, words, 1)
-  return words[found[0]] if found else None
+  found = difflib.get_close_matches(last, words, len(words) or 1)
+
+  def likeness(other: str) -> tuple[float, float]:
+    # gpro shares three letters in order with gspo and grpo, and four with grpo.
+    match = difflib.SequenceMatcher(None, other, last)
+    return match.ratio(), match.quick_ratio()
+
+  return words[max(found, key=likeness)] if found else None
 
 
 def moved(path: str) -> str:

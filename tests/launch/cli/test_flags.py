@@ -3,10 +3,12 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+from absl import flags as absl_flags
 from absl.testing import flagsaver
 
 from launch.cli import flags
@@ -213,6 +215,34 @@ def test_a_setting_is_turned_off_by_false_or_none(config):
 def test_notebook_loads_with_overrides_and_an_argument(config):
   tree = flags.load(f"{config}:b", {"rollout.group_size": "2"})
   assert (tree.name, tree.rollout.group_size) == ("b", 2)
+
+
+def test_an_argument_that_get_config_does_not_take_is_refused():
+  message = "py:foo: its get_config() takes no argument; leave out :foo"
+  with pytest.raises(overrides.SettingError, match=re.escape(message)):
+    flags.load("configs/next_letter.py:foo")
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (
+      ["a.py", "b"],
+      "unexpected arguments: a.py b; did you mean --config=a.py?",
+    ),
+    (["--config=a.py", "b.py"], "unexpected arguments: b.py"),
+    (["runs/a"], "unexpected arguments: runs/a; did you mean --run=runs/a?"),
+  ],
+)
+def test_an_argument_without_its_flag_is_told_it(
+  arguments, message, monkeypatch
+):
+  values = absl_flags.FlagValues()
+  for name in ("config", "run"):
+    absl_flags.DEFINE_string(name, None, "", flag_values=values)
+  monkeypatch.setattr(absl_flags, "FLAGS", values)
+  with pytest.raises(overrides.SettingError, match=f"^{re.escape(message)}$"):
+    flags.refuse_arguments(values(["program", *arguments]))
 
 
 def test_json_of_a_run_is_loaded_with_overrides(config, tmp_path):

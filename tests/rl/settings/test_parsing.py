@@ -176,6 +176,8 @@ def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
     ("loss", "clipped(scale=)", "text with other signs needs quotes; expected"),
     ("pool", "pool(name=1.7b)", "put 1.7b in quotes: name='1.7b'; expected"),
     ("pool", "pool(name=/a/b)", "put /a/b in quotes: name='/a/b'; expected"),
+    ("loss", "a:B", "--config.loss=a:B: write a.B; expected Loss"),
+    ("pool", "a:B(c='d:e')", "write a.B(c='d:e'); expected Pool | none"),
     ("loss", "xy()", "nothing here is called xy; there are clipped, plain("),
     ("loss", "os.xy()", "has no attribute 'xy'; there are clipped, plain("),
     (

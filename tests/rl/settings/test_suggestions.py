@@ -132,6 +132,7 @@ def test_parts_are_typed_by_their_short_names(path, text, value):
     ("model", "tny", "tiny", "model_config"),
     ("overlap", "snc", "sync(groups_per_round=4)", "overlap"),
     ("algorithm", "grop", "grpo", None),
+    ("algorithm", "gpro", "grpo", None),
     ("engine", "sglan", "sglang", None),
     ("algorithm.reference", "initail", "initial", "teacher(model=model_config"),
   ],
