@@ -1,8 +1,8 @@
 """Short names of settings: `gspo` is rl.algorithms.losses.Gspo where a loss is.
 
 A name is the `short_name` of a class, or else the class in snake_case; of a
-function it is its own name. It is looked up among what fits the annotation, so that one word may
-be a loss in one place and an advantage in another.
+function it is its own name. It is looked up among what fits the annotation, so
+that one word may be a loss in one place and an advantage in another.
 """
 
 import inspect

@@ -545,7 +545,8 @@ def test_requests_after_a_swap_find_nothing_of_those_that_keep_theirs(served):
       assert done.oldest_kv == done.versions[0] == version
       assert done.versions[-1] > version
     # Nor does the next turn of a session find its own.
-    turn = [*prompt, *done.tokens.tolist(), 1]
+    request, task, _ = running[-1]
+    turn = [*prompt, *task.result().tokens.tolist(), 1]
     later = await served.answer(turn, 3, session=request.session)
     assert later.oldest_kv == served.version
     assert served.is_greedy(turn, later.tokens)
