@@ -93,10 +93,20 @@ def write(
 
   What has no page is dropped. Donate the cache, and the write is in place.
 
+  Values stay finite: attention also reads those that it does not see, with a
+  weight of 0, and 0 * nan would be nan to whoever has the page next. In the
+  place of a key and value that are not finite there are nan and 0, so that only
+  their own conversation ends in nan. On a TPU the key is 0 too, since the
+  kernel adds its mask to the scores.
+
   Args:
     layout: every device of a row of the mesh gets all tokens; None is one
       device.
   """
+  is_finite = jnp.isfinite(k) & jnp.isfinite(v)
+  mark = 0 if sharding.platform(layout) == "tpu" else jnp.nan
+  k = jnp.where(is_finite, k, mark)
+  v = jnp.where(is_finite, v, 0)
 
   def put(pages, new):
     new = sharding.constrain(layout, jnp.swapaxes(new, 0, 1), AXES[0])

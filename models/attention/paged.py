@@ -38,8 +38,8 @@ def attend(
 ) -> Float[Array, "R C H d"]:
   """Returns the softmax over the keys of each row, times their values.
 
-  Pages must be finite, also where nobody sees them: any page that exists serves
-  as padding of a table.
+  Values must be finite, as `kv_cache.write` leaves them, also where nobody sees
+  them: any page that exists serves as padding of a table.
 
   Args:
     positions: of the queries, whose own keys have been written; from 0.

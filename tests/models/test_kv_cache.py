@@ -88,6 +88,18 @@ def test_what_has_no_page_is_dropped(wrap):
 
 
 @wraps
+def test_values_stay_finite_whatever_is_written(wrap):
+  k = jnp.array([1, jnp.nan, -jnp.inf, 2]).reshape(1, 1, 4)
+  v = jnp.array([3, 4, jnp.nan, jnp.inf]).reshape(1, 1, 4)
+  store = kv_cache.init_cache(CONFIG, 1, 1)
+  zero = jnp.zeros((1, 1), jnp.int32)
+  store = wrap(put)(store, zero, zero[0], zero[0], k[:, [0, 0]], v[:, [0, 0]])
+  expected = ([1, *[np.nan] * 3], [3, 0, 0, 0])
+  for pages, new in zip(store, expected, strict=True):
+    np.testing.assert_array_equal(pages[0, LAYER, 0, 0], new)
+
+
+@wraps
 def test_pages_are_copied_all_at_once(wrap):
   rng = np.random.default_rng(0)
   store = noise(rng, kv_cache.init_cache(CONFIG, 5, 2))

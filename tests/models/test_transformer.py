@@ -160,6 +160,43 @@ def test_a_row_of_nothing_but_padding_stays_finite(params, config, chunks):
   assert not any(np.any(x) for x in store)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_that_is_not_finite_ruins_its_own_conversation_only(
+  params, config, bad, dtype
+):
+  config = dataclasses.replace(config, compute=config_lib.Compute(dtype=dtype))
+  params = jax.tree.map(lambda x: x.astype(dtype), params)
+  params["embed"] = params["embed"].at[9].set(bad)
+  ids = jnp.array([[1, 9, 2, 3], [4, 5, 6, 7]], jnp.int32)
+  positions = jnp.tile(jnp.arange(4, dtype=jnp.int32), 2)
+  tables = jnp.array([[0, 2], [1, 3]], jnp.int32)
+  more, next_ = jnp.array([8, 8], jnp.int32), jnp.full(2, 4, jnp.int32)
+
+  def both(store, ids):
+    """Returns what four ids in pages of 4, and one behind them, lead to."""
+    hidden, store, _ = FEED(
+      params, config, store, tables, ids.reshape(-1), positions, (2, 4)
+    )
+    then, store, _ = FEED(params, config, store, tables, more, next_, (0, 1))
+    return np.r_[hidden, then].astype(np.float32), store
+
+  empty = kv_cache.init_cache(config, 4, 4)
+  clean, _ = both(empty, ids.at[0].set(ids[1]))
+  found, store = both(empty, ids)
+  # Of the first row those from the second id on, and the one behind.
+  is_bad = np.zeros(10, bool)
+  is_bad[[1, 2, 3, 8]] = True
+  np.testing.assert_array_equal(np.isfinite(found).all(1), ~is_bad)
+  np.testing.assert_array_equal(found[[4, 5, 6, 7, 9]], clean[[4, 5, 6, 7, 9]])
+  # Its page is another's now, who has not filled it yet.
+  one = jnp.array([0, kv_cache.EMPTY, kv_cache.EMPTY, kv_cache.EMPTY] * 2)
+  hidden, _, _ = FEED(
+    params, config, store, tables, ids[::-1].reshape(-1), one, (2, 4)
+  )
+  np.testing.assert_array_equal(np.float32(hidden[0]), clean[4])
+
+
 @pytest.mark.parametrize(
   ("rows", "chunks"),
   [(4, (4, 2)), (4, (0, 1)), (1, (0, 1))],

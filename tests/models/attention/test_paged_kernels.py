@@ -1,5 +1,6 @@
 """Kernels that attend to pages, by their interpreters."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from models import kv_cache
+from models import kv_cache, sharding
 from models.attention import paged, paged_kernels, paged_triton
 from tests.helpers import absent_devices, triton_modules
 
@@ -94,6 +95,39 @@ def test_the_kernel_of_a_gpu_agrees_with_tiles(sizes, tiling):
   args = draw(**sizes)
   attend = functools.partial(paged_triton.attend, tiling=tiling, interpret=True)
   assert_close(jax.jit(attend)(*args), paged.by_tiles(*args, tile=128))
+
+
+@pytest.mark.parametrize(
+  ("platform", "attend"),
+  [
+    ("cpu", functools.partial(paged.by_tiles, tile=128)),
+    ("gpu", functools.partial(paged_triton.attend, interpret=True)),
+    ("tpu", functools.partial(paged_kernels.attend, platform="tpu")),
+  ],
+  ids=["tiles", "gpu", "tpu"],
+)
+def test_what_is_not_finite_reaches_only_those_who_see_it(
+  platform, attend, monkeypatch
+):
+  query, positions, cache, layer, tables = draw()
+  expected = paged.by_tiles(query, positions, cache, layer, tables, tile=128)
+  monkeypatch.setattr(sharding, "platform", lambda layout: platform)
+  # Behind the last key that each row sees; of the fourth there is no place.
+  behind = positions[:, 0] + 1
+  owners = jnp.arange(4, dtype=jnp.int32)
+  at = kv_cache.addresses(cache, tables, owners, behind)
+  bad = jnp.full((4, 2, 128), jnp.nan, jnp.bfloat16)
+  cache = kv_cache.write(cache, layer, at, bad, bad)
+  with (
+    pltpu.force_tpu_interpret_mode()
+    if platform == "tpu"
+    else contextlib.nullcontext()
+  ):
+    found = attend(query, positions, cache, layer, tables)
+    seen = attend(query[:3], behind[:3, None], cache, layer, tables[:3])
+  assert_close(found, expected)
+  # A kernel of a TPU takes no nan.
+  assert np.isnan(seen.astype(jnp.float32)).all() == (platform != "tpu")
 
 
 @pytest.mark.parametrize(

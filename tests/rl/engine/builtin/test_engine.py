@@ -557,6 +557,25 @@ def test_requests_after_a_swap_find_nothing_of_those_that_keep_theirs(served):
   served.run(scenario())
 
 
+def test_weights_that_are_not_finite_leave_nothing_behind(dense):
+  prompts = [[i, 5, *range(20)] for i in range(8)]
+
+  async def scenario():
+    bad = jax.tree.map(lambda x: x * np.nan, dense.placed(dense.version))
+    await dense.engine.update_weights(dense.version + 1, bad)
+    # More than all pages hold.
+    for ids in prompts:
+      done = await dense.answer(ids, 8)
+      assert np.isnan(done.logprobs).all()
+    await dense.publish("recompute")
+    for ids in prompts:
+      done = await dense.answer(ids, 8)
+      assert np.isfinite(done.logprobs).all()
+      assert dense.is_greedy(ids, done.tokens)
+
+  dense.run(scenario())
+
+
 def test_a_drain_finishes_preempted_requests_and_admits_no_new_ones(pressed):
   async def scenario():
     before = pressed.engine.stats()
