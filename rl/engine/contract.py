@@ -150,9 +150,10 @@ class DecodeRequest:
       position, so the rest of the batch does not matter.
     bias: added to the logits before an id is chosen, -inf forbids it; one
       value for each id. Log-probabilities are those of the plain logits.
-    constraint: ids that it does not allow are forbidden, step by step; its
-      ends of an answer must be stop ids. Log-probabilities stay those of the
-      plain logits, see `rl.engine.sampling`.
+    constraint: ids that it does not allow are forbidden, step by step. Its end
+      of an answer stops too, as does a stop id that it allows as content.
+      Log-probabilities stay those of the plain logits, see
+      `rl.engine.sampling`.
     experts: return the chosen experts in the completion.
     top_logprobs: most probable ids to list beside each sampled one.
     priority: waiting requests are served lowest first.

@@ -57,6 +57,7 @@ class RequestState:
     num_masked: tokens to be sampled under masks before it is sampled freely.
     backoff: the number of them after the next one that does not fit.
     constraint_error: why its constraint cannot go on, or "".
+    is_complete: an id that its constraint knows as an end was sampled.
     prefix_shared: others find its encoded context in the prefix cache.
     cached_tokens: ids that the cache held when it was first admitted; None
       before.
@@ -86,6 +87,7 @@ class RequestState:
   num_masked: int = 1
   backoff: int = 1
   constraint_error: str = ""
+  is_complete: bool = False
   planned_cached: int = 0
   planned_known: int = 0
   in_flight: int = 0
@@ -148,8 +150,13 @@ class RequestState:
     ends = tokens[-1] in self.request.stop_ids
     inner = tokens[: len(tokens) - ends]
     count = self.matcher.try_consume_tokens(list(inner))
-    if ends and count == len(inner) and self.matcher.is_accepting():
-      count += 1
+    if ends and count == len(inner):
+      # A stop id may be content, too, and ends the answer in the middle of it.
+      fits = self.matcher.is_accepting()
+      count += fits or self.matcher.try_consume_tokens([tokens[-1]])
+    elif masked and not count and self.matcher.is_accepting():
+      # Behind a whole answer a mask allows more of it, or an end.
+      count, self.is_complete = 1, True
     self.constraint_error = self.matcher.get_error().partition("\n")[0]
     if masked:
       self.num_masked = max(self.num_masked - 1, 0)
@@ -212,7 +219,8 @@ class RequestState:
   def stop_reason(self) -> trajectory.Stop | None:
     """Returns why sampling is over, or None."""
     sampled = self.num_sampled
-    if sampled and int(self.ids[self.known - 1]) in self.request.stop_ids:
+    stops = sampled and int(self.ids[self.known - 1]) in self.request.stop_ids
+    if stops or self.is_complete:
       return "stop"
     return "length" if sampled >= self.request.max_tokens else None
 

@@ -298,6 +298,41 @@ class Failing:
     return "" if self.left else "too complex"
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 9}], ids=["free", "masked"])
+def test_stop_ids_inside_a_constraint_stop_and_its_end_does_without(
+  served, filters
+):
+  booleans = {"type": "boolean"}
+  constraint = json_letters.constraint(
+    {"type": "array", "items": booleans, "minItems": 2, "maxItems": 2}
+  )
+  comma = 1 + json_letters.LETTERS.index(",")
+
+  async def answers(stop_ids):
+    return [
+      await served.answer(
+        [7, 7],
+        20,
+        constraint=constraint,
+        stop_ids=stop_ids,
+        temperature=1.0,
+        seed=seed,
+        **filters,
+      )
+      for seed in range(4)
+    ]
+
+  whole = served.run(answers((0,)))
+  for done, same in zip(whole, served.run(answers(())), strict=True):
+    assert done.stop == same.stop == "stop"
+    assert len(json_letters.value(same.tokens)) == 2
+    assert same.tokens.tolist() == done.tokens.tolist()
+  for done, cut in zip(whole, served.run(answers((0, comma))), strict=True):
+    tokens = done.tokens.tolist()
+    assert cut.stop == "stop"
+    assert cut.tokens.tolist() == tokens[: tokens.index(comma) + 1]
+
+
 def test_a_constraint_that_fails_ends_its_own_request_only(served):
   async def scenario():
     beside = served.begin([1, 2], 9)
