@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import contextlib
 import functools
 import importlib
 import itertools
@@ -81,7 +82,9 @@ def fields_by_short_name() -> dict[str, set[str]]:
   for package in ("envs", "models", "rl"):
     for cls in short_names.classes(package):
       for name, maker in short_names.choices(cls).items():
-        fields[name] |= annotations.parameters(maker).keys()
+        # Of classes that are no settings, annotations may need type checkers.
+        with contextlib.suppress(NameError):
+          fields[name] |= annotations.parameters(maker).keys()
   return fields
 
 
