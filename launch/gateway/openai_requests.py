@@ -243,11 +243,8 @@ def _sampling(
   logprobs: bool,
   top_logprobs: int,
 ) -> Sampling:
-  if not isinstance(body.get("model"), str):
-    raise json_fields.BadRequest(
-      "model is missing; send a name, any will do", "model"
-    )
-  _name(body, "model", "")
+  # Whatever it is, the one model that is served answers.
+  _name(body, "model", "", None)
   stops = json_fields.get(body, "stop", (str, list), [])
   stops = [stops] if isinstance(stops, str) else stops
   texts = all(

@@ -30,7 +30,7 @@ def tokens(
   asked = {name: body[name] for name in body if name in _FIELDS}
   prompts = json_fields.get(asked, "add_generation_prompt", bool, True)
   asked.pop("add_generation_prompt", None)
-  query = openai_requests.chat_query({**asked, "model": "any"})
+  query = openai_requests.chat_query(asked)
   bounds.check_messages(query.messages)
   if prompts:
     ids = messages.open_ids(chat, query.messages, query.tools)

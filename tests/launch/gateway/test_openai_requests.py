@@ -34,11 +34,11 @@ def allowed(mode, *names):
 
 
 def chat(**body):
-  return openai_requests.chat_query({"model": "m", "messages": [USER]} | body)
+  return openai_requests.chat_query({"messages": [USER]} | body)
 
 
 def text(**body):
-  return openai_requests.text_query({"model": "m", "prompt": "go"} | body)
+  return openai_requests.text_query({"prompt": "go"} | body)
 
 
 def test_what_is_left_out_or_null_has_its_default():
@@ -143,7 +143,7 @@ def test_options_that_change_nothing_are_taken(harmless):
       "response_format.json_schema.schema",
       "missing",
     ),
-    ({"model": 5}, "model", "any will do"),
+    ({"model": 5}, "model", "must be of type text"),
     ({"messages": []}, "messages", "empty"),
     ({"messages": None}, "messages", "missing"),
     ({"messages": "go"}, "messages", '"go" must be of type array'),
