@@ -2,8 +2,8 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from absl import flags as absl_flags
 
 from launch.cli import flags, known_programs, steps, workdir
 from launch.report import frozen
-from launch.run import load_run
+from launch.run import blocked_loop, load_run
 from rl import experiment as experiment_lib
 from rl.rollout import evaluate, grading
 from twinmesh import error_codes
@@ -78,9 +78,8 @@ async def _evaluate(
       error_codes.fail(error, status=1)
     await parts.start(found.state, found.step, report)
     settings, end_s = experiment.evaluation, experiment.progress_timeout_s
-    with parts.watchdog.guard(
-      loop_lag_s=min(30.0, end_s / 2), end_s=end_s, end=_end_blocked
-    ):
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    with blocked_loop.guard(parts.watchdog, end_s, tell):
       outcome, _ = await parts.watchdog.wait(
         evaluate.evaluate(
           parts.player,
@@ -96,16 +95,6 @@ async def _evaluate(
         renew_on_heartbeat=True,
       )
   return found.step, outcome
-
-
-def _end_blocked() -> None:
-  """Ends the process, whose event loop can end nothing any more."""
-  blocked = (
-    "the event loop was blocked for longer than progress_timeout_s; the call "
-    "that blocks it is above"
-  )
-  print(error_codes.text(blocked, "TM-R07"), file=sys.stderr, flush=True)
-  os._exit(1)
 
 
 if __name__ == "__main__":

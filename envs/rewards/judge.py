@@ -149,7 +149,7 @@ class _Connection(calls.Client):
   async def _open(self) -> None:
     setting = self._setting
     self._model = ""
-    if (ended := await self._end()) and setting.command:
+    if ended := await self._end():
       logging.warning(
         "judge %r %s; it is started again", setting.command, ended
       )

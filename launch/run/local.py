@@ -25,6 +25,7 @@ from launch.cli import config_file, workdir
 from launch.gateway import agent_server
 from launch.report import log_check, run_files
 from launch.run import (
+  blocked_loop,
   display,
   log_retention,
   memory_use,
@@ -52,7 +53,6 @@ from rl.train import learner, skipped_updates, train_state
 from twinmesh import error_codes
 
 _EPISODES_KEPT = 4
-_MIN_LAG_S, _LOOP_LAG_S = 10.0, 30.0
 _NO_VERSION = -1
 """The version of weights before the first; nothing is played with these."""
 
@@ -263,17 +263,6 @@ class _Run(progress_lib.RunObserver):
     finally:
       parts.log.listeners.remove(self._warn_once)
       parts.spans.listeners.remove(self._meter.add)
-
-  def _end_blocked(self) -> None:
-    """Ends the process, whose event loop can end nothing any more."""
-    blocked = (
-      "the event loop was blocked for longer than progress_timeout_s="
-      f"{self._experiment.progress_timeout_s:g}; the call that blocks it is "
-      f"above; to go on:\n  {workdir.command()}"
-    )
-    _fail(self._dir, self._screen, error_codes.text(blocked, "TM-R07"))
-    sys.stdout.flush()
-    os._exit(1)
 
   def _warn_once(self, event: event_log.Event) -> None:
     """Warns of the first episode in flight that a restart cannot continue."""
@@ -571,14 +560,13 @@ class _Run(progress_lib.RunObserver):
     if self._is_guarded:
       yield
       return
-    end_s = self._experiment.progress_timeout_s
     self._is_guarded = True
     try:
-      with self._parts.watchdog.guard(
-        # Told before it ends the run, where that is patient enough for it.
-        loop_lag_s=min(_LOOP_LAG_S, max(_MIN_LAG_S, end_s / 2)),
-        end_s=end_s,
-        end=self._end_blocked,
+      with blocked_loop.guard(
+        self._parts.watchdog,
+        self._experiment.progress_timeout_s,
+        functools.partial(_fail, self._dir, self._screen),
+        f"; to go on:\n  {workdir.command()}",
       ):
         yield
     finally:

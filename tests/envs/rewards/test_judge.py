@@ -264,13 +264,17 @@ server.serve_forever()
 """
 
 
-@pytest.mark.process
-def test_a_judge_of_the_runs_own_begins_and_ends_with_it(tmp_path):
+@pytest.fixture
+def server(tmp_path):
+  """A judge of the run's own; its process writes its number to `pid`."""
   (tmp_path / "server.py").write_text(SERVER)
-  server = judge.JudgeServer(
+  return judge.JudgeServer(
     command=f"{sys.executable} {tmp_path}/server.py {tmp_path}/pid"
   )
 
+
+@pytest.mark.process
+def test_a_judge_of_the_runs_own_begins_and_ends_with_it(tmp_path, server):
   async def run():
     await server.open()
     pid = (tmp_path / "pid").read_text()
@@ -283,12 +287,7 @@ def test_a_judge_of_the_runs_own_begins_and_ends_with_it(tmp_path):
 
 
 @pytest.mark.process
-def test_a_judge_of_the_runs_own_that_dies_is_started_again(tmp_path):
-  (tmp_path / "server.py").write_text(SERVER)
-  server = judge.JudgeServer(
-    command=f"{sys.executable} {tmp_path}/server.py {tmp_path}/pid"
-  )
-
+def test_a_judge_of_the_runs_own_that_dies_is_started_again(tmp_path, server):
   async def run():
     await server.open()
     pid = int((tmp_path / "pid").read_text())
