@@ -221,10 +221,11 @@ class SimulatedEngine:
       if in_flight == "abort":
         self._end(job, "abort")
     self._processor.version = version
+    # What is kept is for requests in flight; no later one begins with it.
     if in_flight != "keep_kv":
       jobs = [job for job in self._jobs.values() if job.place != "waiting"]
       self._processor.encode_again(jobs)
-      self._processor.forget()
+    self._processor.forget()
 
   async def checksum(self) -> tuple[int, int]:
     """Returns (version, version): a simulated engine has no weights."""

@@ -329,7 +329,8 @@ class Processor:
     if place != "waiting":
       self.running -= 1
       self._reserved -= job.room
-    if count:
+    # Keys and values of older weights serve no other request.
+    if count and job.oldest_kv == self.version:
       # The last id is never fed.
       known = len(job.request.tokens) + count - 1
       self._cached_tokens += known - self._cached.get(job.request.session, 0)

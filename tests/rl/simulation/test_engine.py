@@ -261,6 +261,23 @@ def test_versions_change_in_the_middle_of_an_answer():
   assert stats.paused_s == close(2.0)
 
 
+def test_kept_keys_and_values_serve_only_the_answer_in_flight():
+  async def main():
+    served = simulated(update_s=1.0)
+    await served.generate(request("idle/40", session="idle"))
+    answer = asyncio.create_task(served.generate(request("a/100")))
+    await asyncio.sleep(0.1)
+    await served.update_weights(1, None, "keep_kv")
+    await answer
+    for name in ("idle", "a"):
+      again = request(f"{name}/7", tokens=120, session=name)
+      assert (await served.generate(again)).cached_tokens == 0
+    last = request("a/8", tokens=130, session="a")
+    return (await served.generate(last)).cached_tokens
+
+  assert virtual_clock.run(main()) == 120 + 7 - 1
+
+
 def test_recomputing_encodes_all_that_is_in_flight_again():
   async def main():
     served = simulated(prefill_per_s=100.0, update_s=1.0)
