@@ -63,7 +63,7 @@ def package_sources() -> Iterator[tuple[base.Source, str]]:
   """Yields each source with its package, but for those of reasoning-gym."""
   yield textarena.GuessTheNumber(), "textarena"
   for game in _SOLO:
-    yield textarena.SinglePlayer(game=game), "textarena"
+    yield textarena.SinglePlayer(game=game, turns=70), "textarena"
   for game in ("TicTacToe-v0", "KuhnPoker-v0"):
     yield self_play.TwoPlayer(game=game, opponent=_RANDOM), "textarena"
   yield gymnasium.FrozenLake(), "gymnasium"

@@ -131,6 +131,11 @@ class FrozenLake(_Game):
         f"frozen_probability={self.frozen_probability}: must be in [0.5, 1);"
         " below it few maps have a path, and at 1 there is only one map"
       )
+    if self.turns < 2 * (self.size - 1):
+      raise ValueError(
+        f"turns={self.turns}: no way over {self.size} x {self.size} cells is "
+        f"shorter than {2 * (self.size - 1)} moves, and many are longer"
+      )
 
   @property
   def name(self) -> str:

@@ -83,7 +83,8 @@ _making = threading.Lock()
 class ReasoningGym:
   """Answer one question of a dataset of reasoning-gym (Apache-2.0).
 
-  The answer is the text in the last `<answer>` tags, or else the whole answer.
+  The answer is the text in the last `<answer>` tags, or else the whole answer,
+  without the white space around it.
   The reward is 1 where the dataset's own scorer gives its full score, and 0
   otherwise: many scorers pay a little for junk. Their score is the metric
   `score`. Answers that a scorer cannot read count 0 and add to `unreadable`, as
@@ -195,8 +196,8 @@ class _Question:
 
   def _score(self, text: str) -> tuple[float, bool]:
     tagged = _package().utils.extract_answer(text)
-    entry = _entry(self._source, self._seed)
-    return _score(self._source, text if tagged is None else tagged, entry)
+    said = text.strip() if tagged is None else tagged
+    return _score(self._source, said, _entry(self._source, self._seed))
 
 
 def _package() -> Any:
@@ -342,11 +343,38 @@ def _makes_24(answer: str, entry: dict[str, Any]) -> bool:
   return right and sympy.parse_expr(answer) == 24
 
 
+def _is_alone(answer: str, entry: dict[str, Any]) -> bool:
+  """Returns whether an answer has no more words than the dataset's own.
+
+  The scorers look for it anywhere, also behind "not" and in a list of guesses.
+  """
+  counts = (len(re.findall(r"[^\s,;]+", x)) for x in (answer, entry["answer"]))
+  return next(counts) <= next(counts)
+
+
+def _is_walk(answer: str, entry: dict[str, Any]) -> bool:
+  """Returns whether an answer is moves alone, too few for a random walk."""
+  moves = "".join(answer.split())
+  few = len(moves) <= 5 * len(entry["answer"])
+  return few and bool(re.fullmatch("[UDLR]+", moves, re.IGNORECASE))
+
+
 # Asked where the dataset's own scorer gives its full score too easily.
 _ALSO = {
+  "advanced_geometry": _is_alone,
   "coin_flip": _is_near,
+  "fraction_simplification": _is_alone,
   "game_of_life_halting": _is_same,
+  "gsm_symbolic": _is_alone,
+  "kakurasu": _is_alone,
+  "knights_knaves": _is_alone,
+  "letter_jumble": _is_alone,
   "puzzle24": _makes_24,
+  "quantum_lock": _is_alone,
+  "sokoban": _is_walk,
+  "survo": _is_alone,
+  "time_intervals": _is_alone,
+  "word_sorting": _is_alone,
 }
 
 

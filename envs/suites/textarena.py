@@ -23,7 +23,8 @@ _GUESS = re.compile(r"\[(\d+)\]")  # a guess, as the game parses it
 _LIMIT = re.compile(r"Guess: (\d+), Target: (\d+)")
 
 # int() raises for over 4300 digits, and answers must not crash the game.
-_MAX_CHARS = 1000
+_TOO_LONG = re.compile(r"\d{1000,}")
+_MAX_CHARS = 20_000
 _MAX_NUMBERS = 1_000_000
 
 # Games draw from the global generator, some of them at every step.
@@ -70,7 +71,7 @@ class Game:
     `state.game_info[player]["reason"]` says why it is.
     """
     with self._own_random():
-      return self.env.step(text[:_MAX_CHARS])[0]
+      return self.env.step(_readable(text))[0]
 
   def said(self, player: int) -> str:
     """Returns what the game has said to a player since it was last asked.
@@ -117,6 +118,11 @@ def check_game(game: str, families: Iterable[str]) -> None:
     raise ValueError(f"game={game}: must be one of {', '.join(near)}")
 
 
+def _readable(text: str) -> str:
+  """Returns the end of an answer, where its move is, for games to parse."""
+  return _TOO_LONG.sub("?", text[-_MAX_CHARS:])
+
+
 def _package() -> Any:
   """Returns textarena; not at the top: it imports all of nltk and scipy.
 
@@ -133,10 +139,11 @@ def _package() -> Any:
 class GuessTheNumber:
   """Find a number from the hints `higher` and `lower`.
 
-  An answer is a bare number. A repeated number, one out of range or any other
-  text is `invalid`: it costs no turn, but the second in a row loses. The reward
-  is 1 for finding the number and 0 otherwise; textarena's own reward, which
-  pays for close guesses, is not used.
+  An answer is a bare number, or text whose first number in brackets counts. A
+  repeated number, one out of range or any other text is `invalid`: it costs no
+  turn, but the second in a row loses. The reward is 1 for finding the number
+  and 0 otherwise; textarena's own reward, which pays for close guesses, is not
+  used.
 
   Evaluation has its own seeds but not its own targets, as these are too few.
 
@@ -264,17 +271,19 @@ class SinglePlayer:
   """A game of textarena (MIT) for one player, in the game's own words.
 
   An answer has its move in brackets, as the first message explains. The second
-  invalid answer in a row loses, as in textarena. The reward is 1 for a game
-  that is won and 0 otherwise. Textarena's own, which pays for a part of the
-  solution and sometimes for junk, is the metric `score`; `invalid` counts
-  invalid answers.
+  invalid answer in a row loses, as in textarena, and the first mine does, which
+  textarena takes for an invalid answer. So it does a wrong number of Sudoku,
+  which may be tried again. The reward is 1 for a game that is won and 0
+  otherwise. Textarena's own, which pays for a part of the solution and sometimes
+  for junk, is the metric `score`; `invalid` counts invalid answers.
 
   Tasks are split by a hash of the game that is dealt, hidden parts included, so
   the splits share none.
 
   Attributes:
     game: id in textarena, such as Minesweeper-v0-small, of a family in GAMES.
-    turns: answers before the game is lost.
+    turns: answers before the game is lost. A move of 2048 adds at most 4, so
+      its tile of 256 needs at least 62.
   """
 
   game: str = "Mastermind-v0"
@@ -284,6 +293,14 @@ class SinglePlayer:
     if self.turns < 1:
       raise ValueError(f"turns={self.turns}: give at least 1")
     check_game(self.game, GAMES)
+    spec = _package().envs.registration.ENV_REGISTRY[self.game]
+    # The first two tiles add up to 8 at most, and a move brings one of 4.
+    least = -(-(spec.kwargs.get("target_tile", 0) - 8) // 4)
+    if self.turns < least:
+      raise ValueError(
+        f"turns={self.turns}: {self.game} takes at least {least}, and most "
+        "players need twice as many"
+      )
 
   @property
   def name(self) -> str:
@@ -374,8 +391,10 @@ class _SinglePlayerGame:
     invalid = "GAME_ADMIN" in kinds or state.game_info[0]["invalid_move"]
     metrics = {"invalid": float(invalid)}
     if not done:
-      lost = self._num_answers == self._source.turns
-      said = "No turns are left." if lost else self._game.said(0)
+      said = self._game.said(0)
+      lost = "You hit a mine" in said
+      if self._num_answers == self._source.turns and not lost:
+        said, lost = "No turns are left.", True
       return base.Step([base.Message("user", said)], 0.0, lost, metrics)
     # Some games confuse it with the reason of an invalid move, which is text.
     if isinstance(score := state.rewards[0], int | float):
@@ -416,7 +435,7 @@ def _hand(game: str, seed: int) -> str:
 
 def _action(answer: base.Message) -> str:
   """Returns the answer in the game's form: a bare number gets brackets."""
-  text = answer.content.strip()[:_MAX_CHARS]
+  text = _readable(answer.content.strip())
   return f"[{text}]" if text.isdecimal() else text
 
 

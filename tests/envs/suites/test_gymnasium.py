@@ -134,6 +134,7 @@ def test_a_source_is_a_setting():
     {"size": 1},
     {"size": 10**30},
     {"turns": 0},
+    {"turns": 13, "size": 8},
     {"frozen_probability": 0.2},
     {"frozen_probability": 1.0},
   ],

@@ -82,6 +82,7 @@ def test_a_question_is_asked_and_its_answer_pays(play):
   ("text", "paid"),
   [
     ("{}", 1.0),
+    (" {}\n", 1.0),
     ("<answer>{}</answer>", 1.0),
     ("<think>Hm, 1?</think> So:\n<answer> {} </answer>", 1.0),
     ("<answer>1000000</answer> no, <answer>{}</answer>", 1.0),
@@ -282,6 +283,36 @@ def test_scores_that_are_full_too_easily_are_asked_again():
   # 6 * 4 = 24 is right for other numbers.
   assert reward("puzzle24", entry("puzzle24")["answer"]) == 1
   assert reward("puzzle24", "6*4*1*1") == 0
+
+
+@needs_package
+@pytest.mark.parametrize(
+  "dataset",
+  [
+    "advanced_geometry",
+    "fraction_simplification",
+    "gsm_symbolic",
+    "kakurasu",
+    "knights_knaves",
+    "letter_jumble",
+    "quantum_lock",
+    "sokoban",
+    "survo",
+    "time_intervals",
+    "word_sorting",
+  ],
+)
+def test_the_right_answer_among_others_earns_nothing(dataset):
+  right = entry(dataset)["answer"]
+  assert reward(dataset, right) == 1
+  for text in (f"not {right}", f"{right} 7 8 9", f"7, 8, 9, {right}"):
+    assert reward(dataset, text) < 1
+
+
+@needs_package
+def test_a_walk_that_strays_into_a_solution_earns_nothing():
+  right = entry("sokoban")["answer"]
+  assert reward("sokoban", "UD" * 3 * len(right) + right) == 0
 
 
 @needs_package

@@ -331,6 +331,34 @@ def test_an_invalid_answer_earns_nothing_although_2048_pays_for_it():
   assert not textarena._is_won(game)
 
 
+def test_the_first_mine_loses():
+  source = solo("Minesweeper-v0-small")
+  episode = source(source.task(0, "train"))
+
+  async def play():
+    await episode.start()
+    await episode.step(base.Message("assistant", "[0 0]"))
+    grid = episode._game.env.grid
+    at = next(
+      (r, c) for r, row in enumerate(grid) for c, x in enumerate(row) if x < 0
+    )
+    return await episode.step(base.Message("assistant", f"[{at[0]} {at[1]}]"))
+
+  step = asyncio.run(play())
+  assert (step.reward, step.done) == (0.0, True)
+  assert "You hit a mine" in step.messages[0].content
+
+
+def test_the_move_behind_a_long_thought_counts():
+  game = textarena.Game("FrozenLake-v0", 1, 0)
+  game.play("I think. " * 1000 + "[right]")
+  assert "invalid" not in game.said(0)
+  # int() raises for so many digits.
+  assert not textarena.Game("Minesweeper-v0-small", 1, 0).play(
+    f"[{'1' * 5000} 1]"
+  )
+
+
 def test_points_without_the_tile_do_not_win_2048():
   # On a large board many tiles of half the size have points enough.
   game = textarena.Game("2048-v0-ultra-easy", 1, 0)
@@ -379,6 +407,7 @@ def test_no_code_of_evaluation_is_one_of_training():
     ({"game": "Hangman-v0"}, "game=Hangman-v0: must be one of"),
     ({"game": "Sudoku-v0-hard"}, "game=Sudoku-v0-hard: must be one of"),
     ({"turns": 0}, "turns=0"),
+    ({"game": "2048-v0-very-easy", "turns": 61}, "takes at least 62"),
   ],
 )
 def test_games_that_cannot_be_played_are_refused(fields, message):
