@@ -91,7 +91,8 @@ class Rows:
     data: a file whose name ends in .jsonl or .parquet; or a function without
       arguments that returns an object with `__len__` and `__getitem__`, such as
       a data source of grain.
-    eval_data: rows for evaluation alone; all others are for training then.
+    eval_data: rows for evaluation alone; all others are for training then. No
+      row of a file may be in both; `data` itself measures what is memorised.
     eval_every: without `eval_data`, about one row in so many is for evaluation,
       by a hash of the row, or of its number in a source.
     split_by: the field that is hashed. Rows that agree in it are in one split.
@@ -132,8 +133,10 @@ class Rows:
     """Yields every row of files, and of a source the first of each split.
 
     Raises:
-      ValueError: a file cannot be read, or a split has no rows.
+      ValueError: a file cannot be read, a split has no rows, or two files have
+        a row in common.
     """
+    self._check_apart()
     for split, numbers in self._splits.items():
       whole = isinstance(self._records[split], list)
       for number in numbers if whole else numbers[:1]:
@@ -180,8 +183,24 @@ class Rows:
       f"for {split} (eval_every={self.eval_every}); add rows, or eval_data"
     )
 
-  def _key(self, number: int) -> str:
-    records = self._records["train"]
+  def _check_apart(self) -> None:
+    """Checks that no row is for training and for evaluation."""
+    held_out = self._records["eval"]
+    if self.eval_data in (None, self.data) or isinstance(held_out, _Lazy):
+      return
+    trained = {*map(self._key, range(len(self._records["train"])))}
+    keys = [self._key(n, "eval") for n in range(len(held_out))]
+    both = [
+      r.place for r, key in zip(held_out, keys, strict=True) if key in trained
+    ]
+    if both:
+      raise ValueError(
+        f"{both[0]} is in {_named(self.data)} too, as are {len(both)} of the "
+        f"{len(keys)} rows of eval_data; leave them out of one of the two"
+      )
+
+  def _key(self, number: int, split: base.Split = "train") -> str:
+    records = self._records[split]
     if self.split_by is not None:
       value = records[number].field(self.split_by, "split_by")
     else:

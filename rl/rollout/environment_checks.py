@@ -453,7 +453,10 @@ async def check_held_out(
   alone: Sequence[trial_lib.PlayedEpisode],
   num_tasks: int,
 ) -> CheckResult:
-  """Finds held-out tasks that cannot be played; counts equal beginnings."""
+  """Finds held-out tasks that cannot be played, or that are trained on.
+
+  Warns where most begin like a training task, unless those begin alike, too.
+  """
   tasks = [trial.source.task(i, "eval") for i in range(num_tasks)]
   held_out = [await trial_lib.play(trial, task) for task in tasks]
   if fault := check_faults(held_out).fault:
@@ -461,7 +464,13 @@ async def check_held_out(
   seen = {_beginning(p) for p in alone}
   same = sum(_beginning(p) in seen for p in held_out)
   words = f"{same} of {len(held_out)} begin like one of the training tasks"
-  return CheckResult("held-out tasks", seen=words)
+  warning = ""
+  if 2 * same > len(held_out) and 2 * len(seen) > len(alone):
+    warning = (
+      "an evaluation may measure what was memorised: let task(index, split) "
+      "give other tasks for eval"
+    )
+  return CheckResult("held-out tasks", seen=words, warning=warning)
 
 
 def _span(values: Sequence[float]) -> str:

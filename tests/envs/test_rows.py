@@ -67,6 +67,18 @@ def test_a_file_of_its_own_is_for_evaluation_alone(file):
   assert data.record(0, "eval").place.endswith("held_out.parquet: row 1")
 
 
+@pytest.mark.parametrize(
+  ("settings", "row"),
+  [({}, TABLE[3]), ({"split_by": "question"}, {"id": 99, "question": "q1"})],
+)
+def test_a_row_for_training_and_for_evaluation_is_refused(file, settings, row):
+  held_out = file([*TABLE[40:], row], "held_out.parquet")
+  data = rows.Rows(data=file(TABLE[:40]), eval_data=held_out, **settings)
+  told = "row 21 is in .*data.jsonl too, as are 1 of the 21 rows of eval_data"
+  with pytest.raises(ValueError, match=told):
+    next(data.known())
+
+
 def test_a_row_that_is_changed_changes_no_other(file):
   data = rows.Rows(
     data=file([{"id": [1]}] * 3), eval_data=file([{"id": 2}], "e.jsonl")
