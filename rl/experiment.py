@@ -449,6 +449,11 @@ class Experiment:
           "publishes what was held back; use warn or stop, or "
           f"{out.removeprefix('use ')}"
         )
+    if self.routing.learn:
+      raise ValueError(
+        "repeatable=true with routing.learn=true: a restart begins to learn "
+        f"anew; use routing.learn=false, or {out.removeprefix('use ')}"
+      )
     for source in self.sources:
       if base.members_together(source) > 1:
         raise ValueError(

@@ -339,7 +339,7 @@ CAUSES = (
     " from the seed. What answers from another process, or over a network,"
     " comes at times of its own, so its order cannot be repeated.",
     cure="Leave it out, or set --config.repeatable=false: then schedules with a"
-    " bound of 0 still repeat but for rounding.",
+    " bound of 0 and without dynamic sampling still repeat but for rounding.",
     of=(
       "rl.experiment:Experiment._validate_repeatable",
       "rl.runtime.logical_clock:Hung",

@@ -272,10 +272,10 @@ class SinglePlayer:
 
   An answer has its move in brackets, as the first message explains. The second
   invalid answer in a row loses, as in textarena, and the first mine does, which
-  textarena takes for an invalid answer. So it does a wrong number of Sudoku,
-  which may be tried again. The reward is 1 for a game that is won and 0
-  otherwise. Textarena's own, which pays for a part of the solution and sometimes
-  for junk, is the metric `score`; `invalid` counts invalid answers.
+  textarena takes for an invalid answer. A wrong number of Sudoku is an invalid
+  answer, too, and may be tried again. The reward is 1 for a game that is won
+  and 0 otherwise. Textarena's own, which pays for a part of the solution and
+  sometimes for junk, is the metric `score`; `invalid` counts invalid answers.
 
   Tasks are split by a hash of the game that is dealt, hidden parts included, so
   the splits share none.

@@ -143,6 +143,7 @@ class Coordinator:
     self._observer = observer
     self._gauges = gauges
     self._flush = flush
+    self._starts = player.starts
     self._producer = producer.Producer(
       settings.schedule,
       rounds=settings.rounds,
@@ -284,6 +285,7 @@ class Coordinator:
       self._producer.settled(), "environments and rewards in flight"
     )
     self._trainer.restore(self._trainer.state)  # Forgets older weights.
+    self._starts.forget()
     if self._flush is not None:
       await self._flush()
     await logical_clock.advance((self._trained + 1) * _ROUND_S)

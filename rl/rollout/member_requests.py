@@ -382,13 +382,23 @@ def _rest(
 def _joined(
   first: contract.Completion, rest: contract.Completion
 ) -> contract.Completion:
-  """Returns an answer that was sampled in two pieces."""
+  """Returns an answer that was sampled in two pieces.
+
+  Ids that both pieces have fed keep the experts of the first, with whose
+  weights its tokens were sampled.
+  """
+  experts = rest.experts
+  if experts is not None and first.experts is not None:
+    experts = experts.copy()
+    known = first.experts >= 0
+    experts[: len(known)][known] = first.experts[known]
   return dataclasses.replace(
     rest,
     tokens=np.concatenate([first.tokens, rest.tokens]),
     logprobs=np.concatenate([first.logprobs, rest.logprobs]),
     versions=np.concatenate([first.versions, rest.versions]),
     decode_s=first.decode_s + rest.decode_s,
+    experts=experts,
   )
 
 

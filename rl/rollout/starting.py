@@ -192,6 +192,11 @@ class Starts:
       self._watchdog, owner=owner, what=what, deadline_s=math.inf
     )
 
+  def forget(self) -> None:
+    """Takes all sources for up; no start may be going on."""
+    self.breakers.clear()
+    self._told.clear()
+
   def describe(self) -> dict[str, float]:
     """Returns counters since the run began, and the breakers open now."""
     is_open = [one.until_s is not None for one in self.breakers.values()]

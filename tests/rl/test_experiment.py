@@ -483,6 +483,10 @@ def test_what_answers_from_elsewhere_does_not_go_with_a_repeatable_run(
   there = dataclasses.replace(experiment, repeatable=True, placement=_APART)
   with pytest.raises(ValueError, match=r"learner_processes=2: .* use 1, or"):
     there.validate()
+  learning = affinity.Routing(learn=True)
+  there = dataclasses.replace(experiment, repeatable=True, routing=learning)
+  with pytest.raises(ValueError, match=r"use routing\.learn=false, or repea"):
+    there.validate()
   dataclasses.replace(experiment, repeatable=True).validate()
 
 

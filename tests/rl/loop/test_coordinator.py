@@ -94,7 +94,7 @@ class Saving(virtual_run.Observer):
     self.saved[progress.trained] = json.dumps(progress.to_host())
 
 
-def play_slowly(name, host=None):
+def play_slowly(name, host=None, **fields):
   """Plays six rounds, or what a checkpoint leaves, on a logical clock."""
 
   def build():
@@ -110,6 +110,7 @@ def play_slowly(name, host=None):
     build=build,
     settle_every=1,
     num_engines=2,
+    **fields,
   )
   if host is None:
     return on_logical_clock(run), saved
@@ -121,6 +122,10 @@ def on_logical_clock(run, *args):
   with asyncio.Runner(loop_factory=logical_clock.LogicalEventLoop) as runner:
     runner.run(run.play(*args))
   return run
+
+
+def members(run):
+  return [one for group in run.groups for one in group.trajectories]
 
 
 def as_trained(run):
@@ -152,6 +157,19 @@ def test_a_run_that_settles_is_continued_as_if_nothing_had_happened(name):
   # Of some the first answer was cut in the middle; none under way is left when
   # a round of a bound of 0 is over, and engines of "bounded" have drained.
   assert (answers_kept > 0) == (name in ("in flight, 3", "drop"))
+
+
+def test_a_run_that_settles_takes_all_sources_for_up():
+  def fails(index):
+    return random.Random(f"0/{index}").random() < 0.5
+
+  source = fakes.Counting(restarts=True, fault="start", faulty=fails)
+  fields = {"source": source, "group_size": 4, "step_s": 5.0}
+  whole, kept = play_slowly("as completed", **fields)
+  assert any("not started" in one.fault for one in members(whole))
+  for trained in (1, 3, 5):
+    rest, _ = play_slowly("as completed", kept[trained], **fields)
+    assert as_trained(rest) == as_trained(whole)[4 * trained :]
 
 
 @pytest.mark.parametrize("eta", [1, 2, 3])

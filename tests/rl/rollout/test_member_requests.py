@@ -28,10 +28,11 @@ def three_words(request):
   return [*ids[len(request.tokens) :], word_chat.END]
 
 
-def player(source, **fields):
+def player(source, version=0, **fields):
   engine = scripted_engine.ScriptedEngine(
     three_words, lambda request, i: 1.0, experts=(2, 1)
   )
+  engine.version = version
   limits = dataclasses.replace(LIMITS, record_experts=True)
   return players.player(source, engine, limits=limits, **fields)
 
@@ -104,6 +105,19 @@ def test_an_answer_goes_on_where_it_was_cut(at_s, kept):
   assert sampled(playing) == 2 * (8 - kept)
   turns = [event["turns"] for event in players.of_kind(playing, "continued")]
   assert turns == [kept // 4] * 2
+
+
+def test_ids_that_were_fed_before_a_cut_keep_their_experts():
+  (whole, _), past = go_on(fakes.Counting()), cut_off(fakes.Counting(), 2.5)
+  newer, _ = go_on(fakes.Counting(), past, version=5)
+  for one, before in zip(newer.trajectories, whole.trajectories, strict=True):
+    # Two ids were sampled, and the second was not fed yet.
+    cut = np.flatnonzero(one.sampled)[1]
+    assert one.versions[0][:1] == (0,)
+    assert one.versions[-1][0] == 5
+    experts, sampled_with = np.asarray(one.experts), np.asarray(before.experts)
+    assert np.array_equal(experts[:cut], sampled_with[:cut])
+    assert np.array_equal(experts[cut:-1], sampled_with[cut:-1] + 5)
 
 
 def test_what_is_saved_beside_the_play_keeps_whole_answers():
