@@ -41,6 +41,12 @@ _RESTART_S = 10.0
 """Time from one start of a server to the next, if it cannot be used."""
 _CONTROL = re.compile(r"<|\[(?=/?[A-Z])")
 _ADDRESS = re.compile(rb"https?://[^\s/]+")
+# Of "(0-10): 8" the number is 8; of "0-10" or of "–3" none is read.
+_LINE = r"""
+  {word} [*_\s]* (?: \( [^()\n]* \) )?
+  [^\w(/–−]*? \(? (-?\d+(?:\.\d+)?)
+  (?! [\d.]*\d | \s* (?:[-–−]|to\b) \s* \d )
+"""
 _WORK = """\
 You judge the work of an agent by one criterion: {criterion}
 
@@ -454,7 +460,7 @@ async def _verdict(
   Raises:
     CallError: no answer has one.
   """
-  line = re.compile(rf"{question.word}\W*?(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
+  line = re.compile(_LINE.format(word=question.word), re.VERBOSE)
   messages = [{"role": "user", "content": question.text}]
   said = ""
   for _ in range(asks):

@@ -91,6 +91,26 @@ def test_a_score_is_read_and_scaled_to_one():
 @pytest.mark.parametrize(
   "verdict",
   [
+    "{word}: 8",
+    "{word} 8",
+    "{word}:\n\n`8`",
+    "{word} = [8]",
+    "{word}: (8)",
+    "{word}: 8/10",
+    "{word}: 8 - the source is missing",
+    "{word} (0-10): 8",
+    "**{word}** (/10): **8**",
+    "{word} (max. 10): 8",
+  ],
+)
+def test_a_verdict_is_read_in_the_forms_that_judges_use(verdict):
+  model = Model(lambda question, word: verdict.format(word=word))
+  assert graded(model, [said("Paris")], asks=1) == [0.8]
+
+
+@pytest.mark.parametrize(
+  "verdict",
+  [
     "none",
     "SCORE: 7",
     "SCORE-00000000: 7",
@@ -98,6 +118,11 @@ def test_a_score_is_read_and_scaled_to_one():
     "{word}: -1",
     "{word}: 3, or rather {word}: 9",
     "{word}: seven",
+    "{word}: –3",
+    "{word}: 7-8",
+    "{word} [0-10]: 8",
+    "{word} from 0 to 10",
+    "{word}: 0 to 10",
   ],
 )
 def test_a_verdict_that_cannot_be_read_is_asked_for_again(verdict):
