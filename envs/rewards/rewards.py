@@ -15,10 +15,11 @@ import os
 import pathlib
 import re
 import unicodedata
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from envs import base, extras, threads
+from envs import base, call_clock, extras, threads
 from envs.rewards import answers, math_process
 
 _MAX_MATH_CHARS = 1000
@@ -28,6 +29,9 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 # Of its own: hundreds of comparisons must not take the environments' threads.
 _NUM_PROCESSES = min(4, os.cpu_count() or 1)
 _MATH = threads.ThreadPool(size=_NUM_PROCESSES, max_size=_NUM_PROCESSES)
+_PLACES: weakref.WeakKeyDictionary[
+  asyncio.AbstractEventLoop, asyncio.Semaphore
+] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +218,11 @@ class MathMatch:
       return False
     if _WORDS.fullmatch(expected):
       return text.casefold() == expected.casefold()
-    return await _MATH.call(math_process.equal, expected, text, self.cpu_s)
+    places = _PLACES.setdefault(
+      asyncio.get_running_loop(), asyncio.Semaphore(_NUM_PROCESSES)
+    )
+    async with call_clock.place(places):
+      return await _MATH.call(math_process.equal, expected, text, self.cpu_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

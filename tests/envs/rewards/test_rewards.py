@@ -246,6 +246,37 @@ def test_a_bomb_neither_holds_the_loop_nor_is_a_fault():
   assert ticks > 5
 
 
+@dataclasses.dataclass
+class Clock:
+  """The most places that a call waited for, and held, at once."""
+
+  waiting: int = 0
+  held: int = 0
+  most_waiting: int = 0
+  most_held: int = 0
+
+  def change(self, *, waiting: int = 0, held: int = 0) -> None:
+    self.waiting += waiting
+    self.held += held
+    self.most_waiting = max(self.most_waiting, self.waiting)
+    self.most_held = max(self.most_held, self.held)
+
+
+@pytest.mark.process
+def test_a_wait_for_a_process_does_not_count_against_the_deadline():
+  clock = Clock()
+
+  async def graded_by_the_clock() -> list[float]:
+    base.CLOCK.set(clock)
+    said = [episode(r"\boxed{42}")] * 2 * rewards._NUM_PROCESSES
+    return [g.value for g in await rewards.MathMatch()(TASK, said)]
+
+  assert set(asyncio.run(graded_by_the_clock())) == {1.0}
+  assert clock.most_waiting >= rewards._NUM_PROCESSES
+  assert clock.most_held == rewards._NUM_PROCESSES
+  assert clock.waiting == clock.held == 0
+
+
 @pytest.mark.parametrize(
   ("reward", "answer"),
   [
