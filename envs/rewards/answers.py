@@ -27,12 +27,16 @@ MAX_CHARS = 10_000
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_CURRENCY = re.compile(r"(?<![\w.])\\?[$€£¥]\s*(?=[.\d])")
+# Neither in 10 - 5 nor at the head of a line, where it begins an item.
+_SPACED_MINUS = re.compile(r"(^|[=:(\[{,$])([ \t]*)-[ \t]+(?=[.\d])")
 # ASCII alone: \d and float() also take the digits of other scripts. Lengths
 # are bounded since a number becomes an exact integer, however large.
 _NUMBER = re.compile(
   r"""
+  (?P<negated> -(?:\\[a-z]+)?[({] )?   # in -(5) and -\sqrt{5} it is not 5
   (?<![0-9A-Za-z_.]) (?<!\d)           # neither x2 nor the end of 1.2.3
-  (?P<sign> (?<![)\]])[-+] )?          # in 7-5 and (7)-5 it is an operator
+  (?P<sign> (?<![)\]}])[-+] )?         # in 7-5 and (7)-5 it is an operator
   (?P<top>
     (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]{1,100} ) (?: \.[0-9]{1,100} )?
     | \.[0-9]{1,100}
@@ -107,13 +111,16 @@ def _last_box(text: str) -> str:
 
 def _plain(text: str) -> str:
   """Returns a text with the signs of typesetting as those of plain text."""
-  return text.replace("−", "-").replace("{,}", ",").replace("\\,", "")
+  for dash in "−–":
+    text = text.replace(dash, "-")
+  text = text.replace("{,}", ",").replace("\\,", "")
+  return _SPACED_MINUS.sub(r"\1\2-", _CURRENCY.sub("", text))
 
 
 def _value(match: re.Match[str]) -> fractions.Fraction | None:
-  """Returns the value; None where it is divided by zero."""
+  """Returns the value; None if divided by zero or in a negated bracket."""
   bottom = int(match["bottom"] or 1)
-  if not bottom:
+  if not bottom or match["negated"]:
     return None
   top = match["top"].replace(",", "") + f"e{match['exponent'] or 0}"
   value = fractions.Fraction(f"0{top}" if top[0] == "." else top) / bottom
