@@ -27,6 +27,11 @@ MAX_CHARS = 10_000
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_FRACTION_BEGINS = re.compile(r"(?<![-+])(?=\\[cdt]?frac)")
+_FRACTION = re.compile(
+  r"\\[cdt]?frac\s*\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"
+)
+_TIMES = re.compile(r"\\(?:times|cdot|div)(?![A-Za-z])")
 _CURRENCY = re.compile(r"(?<![\w.])\\?[$€£¥]\s*(?=[.\d])")
 # Neither in 10 - 5 nor at the head of a line, where it begins an item.
 _SPACED_MINUS = re.compile(r"(^|[=:(\[{,$])([ \t]*)-[ \t]+(?=[.\d])")
@@ -36,13 +41,28 @@ _NUMBER = re.compile(
   r"""
   (?P<negated> -(?:\\[a-z]+)?[({] )?   # in -(5) and -\sqrt{5} it is not 5
   (?<![0-9A-Za-z_.]) (?<!\d)           # neither x2 nor the end of 1.2.3
-  (?P<sign> (?<![)\]}])[-+] )?         # in 7-5 and (7)-5 it is an operator
+  (?P<sign> (?<![-)\]}])[-+] )?        # in 7-5 and (7)-5 it is an operator
   (?P<top>
     (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]{1,100} ) (?: \.[0-9]{1,100} )?
     | \.[0-9]{1,100}
   )
   (?: [eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9]) | /(?P<bottom>[0-9]{1,100}) )?
   (?! \d | [²³¹⁰⁴-⁹] | [eE][-+]?[0-9] )
+  """,
+  re.VERBOSE,
+)
+_TAG = re.compile(r"</?\w+>")
+# In a text with 0 for its numbers. Units, as in $42/kg and 90^\circ, emphasis,
+# as in 42**, and arrows make no expression.
+_EXPRESSION = re.compile(
+  r"""
+  \\(?:sqrt|[cdt]?frac|binom|log|ln|sin|cos|tan|pi|pm)(?![A-Za-z]) | [√π±]
+  | \\(?:neq?|leq?|geq?|leqslant|geqslant|lt|gt)(?![A-Za-z])
+  | [≠≤≥] | != | (?<![-=])[<>]
+  | 0 \s* [!+]                                  # 5! and 100+
+  | 0 \s* \^ \s* [{]? [-(]? [0-9A-Za-z]\b       # 2^2 and 2^n, not 4^{th}
+  | 0 \s* [-*/×÷·] \s* [0(\[{]
+  | (?: [0)\]}] | \b[A-Za-z] ) \s* [-+*/×÷·] \s* 0
   """,
   re.VERBOSE,
 )
@@ -84,9 +104,16 @@ def find(text: str, place: Place, marker: str) -> str | None:
 
 
 def number(text: str) -> fractions.Fraction | None:
-  """Returns the only number in a text; None if there is none, or several."""
-  values = {_value(match) for match in _NUMBER.finditer(_plain(text))}
-  return values.pop() if len(values) == 1 else None
+  """Returns the only number in a text.
+
+  None if there is none, or several, or if it is a part of an expression.
+  """
+  text = _plain(text)
+  values = {_value(match) for match in _NUMBER.finditer(text)}
+  rest = _TAG.sub("", _NUMBER.sub("0", text))
+  if len(values) != 1 or _EXPRESSION.search(rest):
+    return None
+  return values.pop()
 
 
 def last_number(text: str) -> fractions.Fraction | None:
@@ -114,7 +141,9 @@ def _plain(text: str) -> str:
   for dash in "−–":
     text = text.replace(dash, "-")
   text = text.replace("{,}", ",").replace("\\,", "")
-  return _SPACED_MINUS.sub(r"\1\2-", _CURRENCY.sub("", text))
+  text = _FRACTION.sub(r"\1/\2", _FRACTION_BEGINS.sub(" ", text))
+  text = _CURRENCY.sub("", _TIMES.sub("*", text))
+  return _SPACED_MINUS.sub(r"\1\2-", text)
 
 
 def _value(match: re.Match[str]) -> fractions.Fraction | None:

@@ -85,6 +85,10 @@ def test_an_answer_is_found_in_its_place(place, text, found):
     ("1,2", 2),
     ("12,3456", 3456),
     ("3/4", Fraction(3, 4)),
+    (r"\frac{1}{2}", Fraction(1, 2)),
+    (r"so x=-\dfrac{ 3 }{4}", Fraction(-3, 4)),
+    (r"-\frac{-3}{4}", Fraction(3, 4)),
+    (r"x-\frac{3}{4}", Fraction(3, 4)),
     ("-.5", Fraction(-1, 2)),
     ("1e-3", Fraction(1, 1000)),
     ("5kg", 5),
@@ -113,7 +117,65 @@ def test_the_last_number_of_a_text_is_exact(text, value):
 
 @pytest.mark.parametrize(
   ("text", "value"),
-  [("42 apples", 42), ("42 = 42.0", 42), ("41 or 42", None), ("a", None)],
+  [
+    ("42 apples", 42),
+    ("42 = 42.0", 42),
+    ("x = 42", 42),
+    (r"x_2 \approx -42", -42),
+    (r"\frac{84}{2}", 42),
+    ("84/2", 42),
+    # Units, emphasis and markup.
+    (r"42\%", 42),
+    (r"42\text{ cm}", 42),
+    (r"42\,\text{N}\cdot\text{m}", 42),
+    (r"42^\circ", 42),
+    (r"42^{\circ}", 42),
+    ("the 42^{nd}", 42),
+    ("$42/kg", 42),
+    ("42 km/h", 42),
+    ("a 42-year-old", 42),
+    ("**42**", 42),
+    ("42** apples", 42),
+    ("**The answer** -> 42.", 42),
+    ("<answer>42</answer>", 42),
+    ("41 or 42", None),
+    ("a", None),
+  ],
 )
 def test_a_text_with_two_numbers_has_no_single_one(text, value):
   assert answers.number(text) == value
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    r"\sqrt{5}",
+    r"\frac{5}{x}",
+    r"\frac55",
+    r"5\pi",
+    "5π",
+    "5!",
+    "5^5",
+    "5^n",
+    "5^{-n}",
+    "5+5",
+    "5-5",
+    "5 - 5",
+    "5*5",
+    r"5 \times 5",
+    "5/(5)",
+    "(x)/5",
+    "x-5",
+    "x + 5",
+    "5+",
+    r"\pm 5",
+    r"x \neq 5",
+    r"\ge 5",
+    "x > 5",
+    "x <= 5",
+    "x != 5",
+    "-(5)",
+  ],
+)
+def test_a_number_in_an_expression_is_no_answer(text):
+  assert answers.number(text) is None

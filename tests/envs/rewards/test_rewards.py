@@ -284,6 +284,7 @@ def test_a_wait_for_a_process_does_not_count_against_the_deadline():
     (NUMBER, ""),
     (NUMBER, "about forty"),
     (NUMBER, "6 * 7 = 42"),
+    (NUMBER, r"\sqrt{42}"),
     (rewards.MathMatch(), None),
     (rewards.MathMatch(), "1+" * 600 + "1"),
   ],
