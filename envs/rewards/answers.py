@@ -32,7 +32,11 @@ _FRACTION = re.compile(
   r"\\[cdt]?frac\s*\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"
 )
 _TIMES = re.compile(r"\\(?:times|cdot|div)(?![A-Za-z])")
-_CURRENCY = re.compile(r"(?<![\w.])\\?[$€£¥]\s*(?=[.\d])")
+_EXPONENT = re.compile(r" ?\^\s*(?:[-+]?[0-9]+|\{\s*[-+]?[0-9.]+\s*\})")
+_THIN_SPACE = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")
+_CURRENCY = re.compile(
+  r"(?<![\w.])(?:\\?[$€£¥₹]|Rs\.?|USD|EUR|GBP|JPY|CNY|INR)\s*(?=[.\d])"
+)
 # Neither in 10 - 5 nor at the head of a line, where it begins an item.
 _SPACED_MINUS = re.compile(r"(^|[=:(\[{,$])([ \t]*)-[ \t]+(?=[.\d])")
 # ASCII alone: \d and float() also take the digits of other scripts. Lengths
@@ -40,14 +44,21 @@ _SPACED_MINUS = re.compile(r"(^|[=:(\[{,$])([ \t]*)-[ \t]+(?=[.\d])")
 _NUMBER = re.compile(
   r"""
   (?P<negated> -(?:\\[a-z]+)?[({] )?   # in -(5) and -\sqrt{5} it is not 5
-  (?<![0-9A-Za-z_.]) (?<!\d)           # neither x2 nor the end of 1.2.3
-  (?P<sign> (?<![-)\]}])[-+] )?        # in 7-5 and (7)-5 it is an operator
-  (?P<top>
-    (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]{1,100} ) (?: \.[0-9]{1,100} )?
-    | \.[0-9]{1,100}
+  (?<![0-9A-Za-z.]) (?<!\d)            # neither x2 nor the end of 1.2.3
+  (?<![0-9A-Za-z)\]}]_)                # not x_2, but _2_
+  (?P<sign> (?<![-)\]])[-+] )?         # in 7-5 and (7)-5 it is an operator
+  (?>
+    (?: (?P<whole>[0-9]{1,100}) [ ]+ (?=[0-9]+[ ]*/[ ]*[0-9]) )?
+    (?P<top>
+      (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]{1,100} )
+      (?: \.[0-9]{1,100} )?
+      | \.[0-9]{1,100}
+    )
+    (?: [eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9])
+      | [ ]*/[ ]*(?P<bottom>[0-9]{1,100}) )?
   )
-  (?: [eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9]) | /(?P<bottom>[0-9]{1,100}) )?
-  (?! \d | [²³¹⁰⁴-⁹] | [eE][-+]?[0-9] )
+  (?P<power> [²³¹⁰⁴-⁹] )?
+  (?! \d | [eE][-+]?[0-9] )
   """,
   re.VERBOSE,
 )
@@ -60,7 +71,7 @@ _EXPRESSION = re.compile(
   | \\(?:neq?|leq?|geq?|leqslant|geqslant|lt|gt)(?![A-Za-z])
   | [≠≤≥] | != | (?<![-=])[<>]
   | 0 \s* [!+]                                  # 5! and 100+
-  | 0 \s* \^ \s* [{]? [-(]? [0-9A-Za-z]\b       # 2^2 and 2^n, not 4^{th}
+  | 0 \s* \^ \s* [{]? [-(]? [A-Za-z]\b          # 2^n, not 4^{th}
   | 0 \s* [-*/×÷·] \s* [0(\[{]
   | (?: [0)\]}] | \b[A-Za-z] ) \s* [-+*/×÷·] \s* 0
   """,
@@ -141,16 +152,18 @@ def _plain(text: str) -> str:
   for dash in "−–":
     text = text.replace(dash, "-")
   text = text.replace("{,}", ",").replace("\\,", "")
+  text = _EXPONENT.sub("²", _THIN_SPACE.sub("", text))
   text = _FRACTION.sub(r"\1/\2", _FRACTION_BEGINS.sub(" ", text))
   text = _CURRENCY.sub("", _TIMES.sub("*", text))
   return _SPACED_MINUS.sub(r"\1\2-", text)
 
 
 def _value(match: re.Match[str]) -> fractions.Fraction | None:
-  """Returns the value; None if divided by zero or in a negated bracket."""
+  """Returns the value; None of 1/0, 5² or -(5)."""
   bottom = int(match["bottom"] or 1)
-  if not bottom or match["negated"]:
+  if not bottom or match["negated"] or match["power"]:
     return None
   top = match["top"].replace(",", "") + f"e{match['exponent'] or 0}"
   value = fractions.Fraction(f"0{top}" if top[0] == "." else top) / bottom
+  value += int(match["whole"] or 0)
   return -value if match["sign"] == "-" else value

@@ -97,10 +97,10 @@ class ExactMatch:
 class NumericMatch:
   """1 if the answer is the expected number.
 
-  Numbers are written as in 1,234.5, -3e-4, .5, 3/4 or \\frac{3}{4}, in ASCII
-  digits; signs of units, currencies and percent around them are ignored, and a
-  minus counts before them: -$5 and x = - 5 are negative. They are compared
-  exactly, however long, unless a tolerance is given.
+  Numbers are written as in 1,234.5, -3e-4, .5, 3/4, 3 1/2 or \\frac{3}{4}, in
+  ASCII digits; signs of units, currencies and percent around them are ignored,
+  and a minus counts before them: -$5 and x = - 5 are negative. They are
+  compared exactly, however long, unless a tolerance is given.
 
   Attributes:
     find: number is the last number of the text; in the other places, as in
