@@ -128,6 +128,8 @@ def test_an_answer_is_found_in_its_place(place, text, found):
     ("5²", None),
     ("1e99999", None),
     ("9" * 101, None),
+    # In parts of at most 34 groups of digits: 1500 = 33 + 43 * 34 + 5.
+    ("1" + ",111" * 1500, int("111" * 5)),
   ],
 )
 def test_the_last_number_of_a_text_is_exact(text, value):
