@@ -170,9 +170,10 @@ class NumericMatch:
 class MathMatch:
   """1 if the answer is an expression equal to the expected one, by math-verify.
 
-  Both are LaTeX: `\\frac{1}{2}` equals 0.5, and (x+1)^2 equals x^2+2x+1. Words
-  of three letters or more are compared as text, as listen would equal silent.
-  A question equals its answer too: where 12*7 must be worked out, use
+  Both are LaTeX: `\\frac{1}{2}` equals 0.5, and (x+1)^2 equals x^2+2x+1. Two
+  numbers may differ after six decimals, and from the sixth significant digit
+  on. Words of three letters or more are compared as text, as listen would equal
+  silent. A question equals its answer too: where 12*7 must be worked out, use
   `NumericMatch`.
 
   Attributes:
