@@ -139,8 +139,14 @@ def _serve(pipe: connection.Connection) -> None:
     return bool(abs(a - b) <= max(abs(a), abs(b)) * 5e-6 + 1e-90)
 
   def equal(a: Any, b: Any) -> bool:
-    # To six decimals, in which all small numbers are 0.
-    if not math_verify.verify(a, b, timeout_seconds=None):
+    # To six decimals, in which all small numbers are 0. An interval may be
+    # written as x < 2; of other sets, {1, 2} would equal 1 < x < 2.
+    if not math_verify.verify(
+      a,
+      b,
+      timeout_seconds=None,
+      allow_set_relation_comp=isinstance(a, sympy.Interval | sympy.Union),
+    ):
       return False
     try:
       return is_near(a, b)

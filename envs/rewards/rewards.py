@@ -24,7 +24,10 @@ from envs.rewards import answers, math_process
 
 _MAX_MATH_CHARS = 1000
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
-_WORDS = re.compile(r"[^\W\d_]{3,}(?: [^\W\d_]+)*")
+_WORDS = re.compile(r"(?:[^\W\d_]{3,}|[Nn][Oo])(?: [^\W\d_]+)*")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\\,|\{,\})(?=[0-9]{3}(?![0-9]))")
+# The base 2 of 1010_2, which math-verify leaves out.
+_BASE = re.compile(r"(?<!\^)[0-9]\s*_\s*\{?\s*(\w+)")
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 # Of its own: hundreds of comparisons must not take the environments' threads.
 _NUM_PROCESSES = min(4, os.cpu_count() or 1)
@@ -170,11 +173,14 @@ class NumericMatch:
 class MathMatch:
   """1 if the answer is an expression equal to the expected one, by math-verify.
 
-  Both are LaTeX: `\\frac{1}{2}` equals 0.5, and (x+1)^2 equals x^2+2x+1. Two
-  numbers may differ after six decimals, and from the sixth significant digit
-  on. Words of three letters or more are compared as text, as listen would equal
-  silent. A question equals its answer too: where 12*7 must be worked out, use
-  `NumericMatch`.
+  Both are LaTeX: `\\frac{1}{2}` equals 0.5, and (x+1)^2 equals x^2+2x+1.
+  Numbers are compared to six decimals and to six significant digits, and their
+  bases, as in 1010_2, must be the same. "No" and words of three letters or more
+  are compared as text, as listen would equal silent.
+
+  Some of what is equal may surprise: lists in any order, (1, 2) and the set
+  {1, 2}, and a question and its answer. Where 12*7 must be worked out, use
+  `NumericMatch`; where order counts, a list in brackets or `ExactMatch`.
 
   Attributes:
     find: where the answer stands, as in `envs.rewards.answers.Place`.
@@ -221,6 +227,8 @@ class MathMatch:
       return False
     if _WORDS.fullmatch(expected):
       return text.casefold() == expected.casefold()
+    if _BASE.findall(text) != _BASE.findall(expected):
+      return False
     places = _PLACES.setdefault(
       asyncio.get_running_loop(), asyncio.Semaphore(_NUM_PROCESSES)
     )
@@ -357,10 +365,13 @@ def _found(
 
 
 def _unwrapped(text: str) -> str:
-  """Returns an expression without dollar signs or a \\text around it."""
+  """Returns an expression without dollar signs or a \\text around it.
+
+  Thousands are joined, as math-verify multiplies 1 by 000 in 1\\,000.
+  """
   text = text.strip("$ ")
   wrapped = _TEXT.fullmatch(text)
-  return wrapped[1].strip() if wrapped else text
+  return _THOUSANDS.sub("", wrapped[1].strip() if wrapped else text)
 
 
 def _check_marker(marker: str) -> None:

@@ -35,6 +35,11 @@ def _no_process_is_left():
     ("5", r"5\text{ cm}", True),
     ("5", "x = 5", True),
     (r"\infty", r"\infty", True),
+    # Intervals.
+    (r"(-\infty, 2)", "x < 2", True),
+    (r"(-\infty, 2)", r"x \le 2", False),
+    ("x < 2", r"(-\infty, 2)", True),
+    (r"\{1, 2\}", "1 < x < 2", False),
     # Small numbers, to six digits.
     (r"1.6\times 10^{-19}", r"9.1\times 10^{-31}", False),
     (r"1.6\times 10^{-19}", r"0.16\times 10^{-18}", True),

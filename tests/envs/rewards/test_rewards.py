@@ -152,6 +152,18 @@ def test_text_and_numbers_are_compared(reward, expected, answer, value):
     (r"\text{Monday}", r"\boxed{monday}", 1),
     ("listen", r"\boxed{silent}", 0),
     ("listen", r"\boxed{\text{listen}}", 1),
+    ("No", r"\boxed{no}", 1),
+    ("No", r"\boxed{on}", 0),
+    ("No solution", r"\boxed{\text{no solution}}", 1),
+    ("xy", r"\boxed{yx}", 1),
+    ("1010_2", r"\boxed{1010_{2}}", 1),
+    ("1010_2", r"\boxed{1010_3}", 0),
+    ("1010_2", r"\boxed{1010}", 0),
+    ("1010", r"\boxed{1010_2}", 0),
+    ("x^2_1", r"\boxed{x_1^2}", 1),
+    ("10000", r"\boxed{10\,000}", 1),
+    ("0", r"\boxed{10\,000}", 0),
+    (r"1\,000{,}000", r"\boxed{1,000,000}", 1),
   ],
 )
 def test_expressions_in_boxes_are_compared(expected, answer, value):
