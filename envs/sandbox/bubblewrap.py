@@ -209,7 +209,9 @@ async def _drain(stream: asyncio.StreamReader) -> None:
 async def _death(pid: int | None) -> None:
   """Waits until process 1, and so all of the sandbox, is dead.
 
-  bwrap ends when process 1 says that the program has, a moment before that.
+  bwrap ends when process 1 says that the program has, a moment before that. An
+  orphan by then, it is a child of this process if that adopts orphans, as the
+  first process of a container does, and would stay as a zombie.
   """
   try:
     fd = os.pidfd_open(pid or 0)
@@ -219,6 +221,8 @@ async def _death(pid: int | None) -> None:
     dead = asyncio.Event()
     asyncio.get_running_loop().add_reader(fd, dead.set)
     await dead.wait()
+    with contextlib.suppress(ChildProcessError):  # Another process adopts it.
+      os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG)
   finally:
     asyncio.get_running_loop().remove_reader(fd)
     os.close(fd)

@@ -7,6 +7,7 @@ files that must stay as they are. Each test looks at one escape.
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -267,6 +268,24 @@ def test_a_caller_that_is_cancelled_at_any_time_leaves_no_process():
     return _processes()
 
   assert not asyncio.run(cancel_many())
+
+
+def test_a_process_that_adopts_orphans_keeps_no_zombies():
+  # Process 1 of a sandbox outlives bwrap. The option is PR_SET_CHILD_SUBREAPER.
+  prctl, adopts = ctypes.CDLL(None).prctl, 36
+  prctl(adopts, 1, 0, 0, 0)
+  try:
+    assert asyncio.run(BOX.run("print(1)")).status == "ok"
+    zombies = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+      with contextlib.suppress(OSError):
+        name, _, rest = path.read_text().rpartition(")")
+        state, parent, *_ = rest.split()
+        if "(bwrap" in name and (state, int(parent)) == ("Z", os.getpid()):
+          zombies.append(path)
+    assert zombies == []
+  finally:
+    prctl(adopts, 0, 0, 0, 0)
 
 
 def test_without_bubblewrap_nothing_runs(monkeypatch, tmp_path):
