@@ -3,15 +3,17 @@
   tests, in this process --name, arguments--> answer, in a process of its own
                          <---plain value-----
 
-Only the first process knows the tests and the word that says that all have
-passed. The second can answer calls, or not; it cannot read the first, which has
-no /proc and whose memory the sandbox's filter of system calls guards.
+Only the first process knows the tests and the word that says that they have
+passed, or are wrong themselves. The second can answer calls, or not; it cannot
+read the first, which has no /proc and whose memory the sandbox's filter of
+system calls guards.
 
 It is given to the sandbox as text, so it imports the standard library alone.
 """
 
 import ast
 import builtins
+import functools
 import json
 import math
 import os
@@ -54,20 +56,42 @@ def _answer() -> None:
       _say(told, [type(error).__name__, str(error)])
 
 
-class _Function:
-  """A function of the answer."""
+class _Answer:
+  """The answer's process; `_test` starts it, and tests call its functions.
 
-  def __init__(self, process: subprocess.Popen[str], name: str):
-    self._process = process
-    self._name = name
+  Attributes:
+    functions: by their names.
+    calls: number of calls that tests have made.
+  """
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Returns its value, or raises an exception of the same name."""
-    ask, told = self._process.stdin, self._process.stdout
-    assert ask
-    assert told
-    _say(ask, [self._name, repr(args), repr(kwargs)])
-    error, text = json.loads(told.readline())
+  def __init__(self, code: str):
+    self._process = subprocess.Popen(
+      [sys.executable, "-P", "-s", "-B", __file__, "answer"],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+    )
+    self.calls = 0
+    assert self._process.stdin
+    _say(self._process.stdin, code)
+    self.functions = {
+      name: functools.partial(self._call, name)
+      for name in self._hear()
+      # A `len` or `all` of the answer's own would decide the tests.
+      if not name.startswith("_") and not hasattr(builtins, name)
+    }
+
+  def _hear(self) -> Any:
+    assert self._process.stdout
+    return json.loads(self._process.stdout.readline())
+
+  def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Returns a function's value, or raises an exception of the same name."""
+    assert self._process.stdin
+    self.calls += 1
+    _say(self._process.stdin, [name, repr(args), repr(kwargs)])
+    error, text = self._hear()
     if not error:
       return _plain(text)
     kind = getattr(builtins, error, None)
@@ -83,33 +107,28 @@ def _made(kind: type[Exception], text: str) -> Exception:
     return RuntimeError(text)
 
 
-def _test() -> None:
-  """Runs the tests; prints the word if all have passed."""
-  answer, tests, word = json.load(sys.stdin)
-  for number in (signal.SIGINT, signal.SIGPIPE):
-    signal.signal(number, signal.SIG_DFL)  # No exception for tests to catch.
-  told = os.dup(1)
-  os.dup2(2, 1)  # Tests may print.
-  process = subprocess.Popen(
-    [sys.executable, "-P", "-s", "-B", __file__, "answer"],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  )
-  assert process.stdin
-  assert process.stdout
-  _say(process.stdin, answer)
-  space: dict[str, Any] = {"__name__": "tests"}
-  for name in json.loads(process.stdout.readline()):
-    # A `len` or `all` of the answer's own would decide the tests.
-    if not name.startswith("_") and not hasattr(builtins, name):
-      space[name] = _Function(process, name)
+def _run(tests: str, answer: _Answer) -> str:
+  """Runs the tests; returns what is wrong with them, "" if they have passed."""
+  space: dict[str, Any] = {"__name__": "tests", **answer.functions}
   exec(compile(tests, "tests", "exec"), space)
   for name, test in list(space.items()):
     if name.startswith("test") and isinstance(test, types.FunctionType):
       test()
-  os.write(told, word.encode())
+  return "" if answer.calls else "they pass and call no function of the answer"
+
+
+def _test() -> None:
+  """Runs the tests; prints the word and what is wrong with the tests, if any.
+
+  Without the word an answer has failed them.
+  """
+  code, tests, word = json.load(sys.stdin)
+  for number in (signal.SIGINT, signal.SIGPIPE):
+    signal.signal(number, signal.SIG_DFL)  # No exception for tests to catch.
+  told = os.dup(1)
+  os.dup2(2, 1)  # Tests may print.
+  wrong = _run(tests, _Answer(code))
+  os.write(told, f"{word}{wrong}".encode())
   os._exit(0)
 
 

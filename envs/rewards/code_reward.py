@@ -1,6 +1,5 @@
 """Unit tests as a reward of code that a model wrote."""
 
-import ast
 import asyncio
 import dataclasses
 import functools
@@ -13,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 
 from envs import base, call_clock
-from envs.rewards import answers, code_harness
+from envs.rewards import answers, code_harness, code_tests
 from envs.sandbox import sandbox
 
 MAX_CHARS = 50_000
@@ -38,6 +37,7 @@ class UnitTests:
   name, with plain data: numbers, text, bytes, None, and lists, tuples, sets and
   dicts of these. What they import they import themselves. They run in another
   process than the answer, which can neither read them nor end them with a pass.
+  Tests that pass without a call of the answer are a fault, and no reward.
 
   Attributes:
     limits: of one answer with its tests.
@@ -53,7 +53,7 @@ class UnitTests:
       )
 
   def check_task(self, task: base.Task) -> None:
-    """Raises ValueError on a task without tests."""
+    """Raises ValueError on a task without tests, or with idle ones."""
     _tests(task)
 
   async def __call__(
@@ -63,14 +63,15 @@ class UnitTests:
 
     Raises:
       SandboxError: this machine has no sandbox.
+      ValueError: the task's tests are at fault, not an answer.
     """
     tests = _tests(task)
     passed = await asyncio.gather(
-      *(self._passes(code(t), tests) for t in transcripts)
+      *(self._passes(code(t), tests, task.id) for t in transcripts)
     )
     return [base.Grade.single("unit_tests", p) for p in passed]
 
-  async def _passes(self, answer: str, tests: str) -> bool:
+  async def _passes(self, answer: str, tests: str, task_id: str) -> bool:
     if not answer.strip():
       return False
     slots = _SLOTS.setdefault(
@@ -81,7 +82,11 @@ class UnitTests:
       done = await self.limits.run(
         _harness(), json.dumps([answer, tests, word])
       )
-    return done.status == "ok" and done.stdout == word
+    if done.status != "ok" or not done.stdout.startswith(word):
+      return False
+    if fault := done.stdout.removeprefix(word):
+      raise ValueError(f"tests of task {task_id} are at fault: {fault}")
+    return True
 
 
 def code(transcript: base.Transcript) -> str:
@@ -103,13 +108,13 @@ def _tests(task: base.Task) -> str:
   if not isinstance(task.answer, str):
     raise ValueError(f"{out}: its source must give them as base.Task.answer")
   try:
-    nodes = ast.walk(ast.parse(task.answer))
-  except (SyntaxError, ValueError) as error:
+    code_tests.check(task.answer)
+  except SyntaxError as error:
     raise ValueError(
       f"{out}, but a text that is not Python: {error}"
     ) from error
-  if not any(isinstance(node, ast.Assert | ast.Raise) for node in nodes):
-    raise ValueError(f"{out}: there is no assert in {task.answer[:60]!r}")
+  except ValueError as error:
+    raise ValueError(f"{out} that could fail: {error}") from error
   return task.answer
 
 

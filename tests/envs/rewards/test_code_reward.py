@@ -156,6 +156,13 @@ def test_of_exceptions():
 
 @pytest.mark.process
 @needs_bubblewrap
+def test_tests_that_call_nothing_of_the_answer_are_a_fault_and_no_reward():
+  with pytest.raises(ValueError, match="call no function of the answer"):
+    reward("x = 1", tests="for case in ():\n  assert add(case) == 1")
+
+
+@pytest.mark.process
+@needs_bubblewrap
 def test_a_failing_sandbox_is_a_fault_and_no_reward(monkeypatch, tmp_path):
   monkeypatch.setenv("PATH", str(tmp_path))
   with pytest.raises(bubblewrap.SandboxError):
