@@ -5,6 +5,8 @@
 """
 
 import ast
+import builtins
+import symtable
 from collections.abc import Iterable, Iterator, Sequence
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -13,7 +15,7 @@ _IS_MAIN = {"__name__ == '__main__'", "'__main__' == __name__"}
 
 
 def check(text: str) -> None:
-  """Raises ValueError on tests that do not run; the reason says what would."""
+  """Raises ValueError on tests that do not run, or not with the answer."""
   tree = ast.parse(text)
   if not _has_assert(ast.walk(tree)):
     raise ValueError(f"there is no assert in {text[:60]!r}")
@@ -34,6 +36,13 @@ def check(text: str) -> None:
       + "".join(f"`{name}` is never called, and " for name in never)
       + '`__name__` is "tests"; assert outside of functions, or in functions '
       "test_... without arguments, or call there what asserts"
+    )
+  names = _foreign_names(symtable.symtable(text, "tests", "exec"))
+  if all(name.startswith("_") or hasattr(builtins, name) for name in names):
+    raise ValueError(
+      f"they name no function of the answer, but {sorted(names)}: Python's own "
+      "names, and names that begin with _, are never taken from it; call the "
+      "function by another name"
     )
 
 
@@ -91,6 +100,24 @@ def _running(
       todo += [of for of in idle if of.name in names]
       idle = [of for of in idle if of.name not in names]
   return running, idle
+
+
+def _foreign_names(module: symtable.SymbolTable) -> set[str]:
+  """Returns the names that the text uses and does not define itself."""
+  used: set[str] = set()
+  todo = [module]
+  while todo:
+    table = todo.pop()
+    todo += table.get_children()
+    used |= {
+      of.get_name()
+      for of in table.get_symbols()
+      if of.is_referenced() and of.is_global()
+    }
+  for of in module.get_symbols():
+    if of.is_assigned() or of.is_imported():
+      used.discard(of.get_name())
+  return used
 
 
 def _parts(node: ast.AST) -> Iterable[ast.AST]:

@@ -63,3 +63,24 @@ def test_tests_that_run_are_accepted(tests):
 def test_tests_that_do_not_run_are_refused(tests, reason):
   with pytest.raises(ValueError, match=reason):
     code_tests.check(tests)
+
+
+@pytest.mark.parametrize(
+  "tests",
+  [
+    "assert pow(2, 3) == 8",
+    "assert _add(2, 3) == 5",
+    "import math\ndef test_it():\n  x = 2\n  assert sum([x]) == math.ceil(x)",
+    "def add(a, b):\n  return a + b\ndef test_it():\n  assert add(2, 3) == 5",
+  ],
+)
+def test_tests_of_nothing_but_builtins_are_refused(tests):
+  with pytest.raises(ValueError, match="no function of the answer"):
+    code_tests.check(tests)
+
+
+def test_a_name_that_one_test_keeps_for_itself_is_the_answers_in_another():
+  code_tests.check(
+    "def test_a():\n  add = sum\n  assert add([1]) == 1\n"
+    "def test_b():\n  assert add(2, 3) == 5"
+  )
