@@ -13,6 +13,7 @@ It is given to the sandbox as text, so it imports the standard library alone.
 
 import ast
 import builtins
+import contextlib
 import functools
 import json
 import math
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from typing import IO, Any
 
 
@@ -51,9 +53,19 @@ def _answer() -> None:
     name, args, kwargs = json.loads(line)
     try:
       value = space[name](*_plain(args), **_plain(kwargs))
-      _say(told, ["", repr(value)])
+      _say(told, [[], repr(value), ""])
     except BaseException as error:
-      _say(told, [type(error).__name__, str(error)])
+      _say(told, _told(error))
+
+
+def _told(error: BaseException) -> tuple[list[str], str, str]:
+  """Returns the names of its built-in classes, its arguments, and its text."""
+  kinds = type(error).__mro__
+  names = [of.__name__ for of in kinds if vars(builtins).get(of.__name__) is of]
+  args = (str(error),)
+  if names[0] == kinds[0].__name__:  # Others may put theirs into words.
+    args = error.__reduce__()[1]  # `args` of an OSError leave out its file.
+  return names, repr(args), str(error)
 
 
 class _Answer:
@@ -87,24 +99,27 @@ class _Answer:
     return json.loads(self._process.stdout.readline())
 
   def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Returns a function's value, or raises an exception of the same name."""
+    """Returns a function's value, or raises an exception as it did.
+
+    Of an exception class of the answer's own, tests see the nearest builtin.
+    """
     assert self._process.stdin
     self.calls += 1
     _say(self._process.stdin, [name, repr(args), repr(kwargs)])
-    error, text = self._hear()
-    if not error:
+    errors, text, words = self._hear()
+    if not errors:
       return _plain(text)
-    kind = getattr(builtins, error, None)
+    raise _made(errors, text, words)
+
+
+def _made(names: Sequence[str], args: str, words: str) -> Exception:
+  """Returns an exception of the first class that can be made."""
+  for kind in (getattr(builtins, name, None) for name in names):
     if isinstance(kind, type) and issubclass(kind, Exception):
-      raise _made(kind, text)
-    raise RuntimeError(text)
-
-
-def _made(kind: type[Exception], text: str) -> Exception:
-  try:
-    return kind(text)
-  except TypeError:  # Such as UnicodeDecodeError, which needs more than text.
-    return RuntimeError(text)
+      for given in (args, repr((words,))):
+        with contextlib.suppress(SyntaxError, TypeError, ValueError):
+          return kind(*_plain(given))
+  return RuntimeError(words)
 
 
 def _run(tests: str, answer: _Answer) -> str:

@@ -135,7 +135,7 @@ def same(x, times=1):
 def fail(x):
   [][x]
 def decode(x):
-  raise UnicodeDecodeError("utf-8", b"", 0, 1, "x")
+  x.decode()
 """
   tests = """
 import math
@@ -144,12 +144,47 @@ assert [same(v, times=2) for v in values] == values
 assert [type(same(v)) for v in values] == [type(v) for v in values]
 assert math.isnan(same([math.nan])[0])
 def test_of_exceptions():
-  for call, error in ((fail, IndexError), (decode, RuntimeError)):
-    try:
-      call(3)
-    except error:
-      continue
+  try:
+    fail(3)
+  except IndexError:
+    pass
+  else:
     raise AssertionError
+  try:
+    decode(b"a\\xff")
+  except UnicodeDecodeError as error:
+    assert error.start == 1
+  else:
+    raise AssertionError
+"""
+  assert reward(code, tests=tests) == [1.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_an_exception_of_the_answers_own_is_the_builtin_that_it_extends():
+  code = """
+import json
+class Bad(ValueError):
+  def __str__(self): return f"bad {self.args[0]}"
+class TypeError(Exception): pass
+def own(x): raise Bad(x)
+def parse(x): return json.loads(x)
+def named(x): raise TypeError(x)
+def read(x): open(x)
+"""
+  tests = """
+def error_of(f, x):
+  try:
+    f(x)
+  except Exception as error:
+    return error
+assert isinstance(error_of(own, 3), ValueError)
+assert str(error_of(own, 3)) == "bad 3"
+assert isinstance(error_of(parse, "{"), ValueError)
+assert type(error_of(named, "x")) is Exception
+assert error_of(read, "/no").errno == 2
+assert str(error_of(read, "/no")).endswith("directory: '/no'")
 """
   assert reward(code, tests=tests) == [1.0]
 
