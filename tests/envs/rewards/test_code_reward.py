@@ -116,6 +116,39 @@ def test_no_cheat_is_rewarded():
   ) == dict.fromkeys(CHEATS, 0.0)
 
 
+NO_EXCEPTIONS = {
+  "no plain data": "def add(a, b): return range(3)",
+  "exit": "def add(a, b): raise SystemExit",
+  "death": "import os\ndef add(a, b): os.kill(os.getpid(), 9)",
+  "nonsense": """
+import os
+def add(a, b):
+  for fd in range(3, 64):
+    try: os.write(fd, b"nonsense\\n")
+    except OSError: pass""",
+}
+
+
+@pytest.mark.process
+@needs_bubblewrap
+@pytest.mark.parametrize("wanted", ["ValueError", "BaseException"])
+def test_only_an_exception_that_a_function_raises_is_one(wanted):
+  tests = f"""
+try:
+  add(2, 3)
+except {wanted}:
+  pass
+else:
+  raise AssertionError"""
+  right = "def add(a, b): raise ValueError"
+  assert reward(right, tests=tests) == [1.0]
+  assert dict(
+    zip(
+      NO_EXCEPTIONS, reward(*NO_EXCEPTIONS.values(), tests=tests), strict=True
+    )
+  ) == dict.fromkeys(NO_EXCEPTIONS, 0.0)
+
+
 @pytest.mark.process
 @needs_bubblewrap
 def test_only_right_code_is_rewarded():
