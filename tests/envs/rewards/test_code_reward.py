@@ -172,7 +172,7 @@ def decode(x):
 """
   tests = """
 import math
-values = [None, True, 1.5, -math.inf, 2j, "\\u4e2d", b"x", (1,), {1}, set(), {}]
+values = [None, True, 10**5000, 1.5, -math.inf, 2j, "\\u4e2d", b"x", (1,), {1}, set(), {}]
 assert [same(v, times=2) for v in values] == values
 assert [type(same(v)) for v in values] == [type(v) for v in values]
 assert math.isnan(same([math.nan])[0])
