@@ -22,19 +22,65 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from collections import abc
 from typing import IO, Any
 
 
-class _Floats(ast.NodeTransformer):
+class _Literals(ast.NodeTransformer):
+  """Makes constants of what `ast.literal_eval` does not know."""
+
   def visit_Name(self, node: ast.Name) -> ast.AST:
     values = {"inf": math.inf, "nan": math.nan}
     return ast.Constant(values[node.id]) if node.id in values else node
 
+  def visit_Call(self, node: ast.Call) -> ast.AST:
+    self.generic_visit(node)
+    match node:
+      case ast.Call(func=ast.Name(id="frozenset"), args=args, keywords=[]):
+        value: Any = frozenset(*map(ast.literal_eval, args))
+        return ast.Constant(value)
+    return node
 
-def _plain(text: str) -> Any:
+
+def _read(text: str) -> Any:
   """Returns plain data of its `repr`, which runs nothing."""
-  return ast.literal_eval(_Floats().visit(ast.parse(text, mode="eval")))
+  return ast.literal_eval(_Literals().visit(ast.parse(text, mode="eval")))
+
+
+def _plain(value: Any) -> Any:
+  """Returns the plain data that a value is equal to; others as they are.
+
+  A subclass has the value that its built-in class sees, whatever its methods.
+  """
+  numpy = sys.modules.get("numpy")
+  match value:
+    case bool():
+      return value
+    case int():
+      return int.__int__(value)
+    case float():
+      return float.__float__(value)
+    case complex():
+      return complex.__complex__(value)
+    case str():
+      return str.__str__(value)
+    case bytes() | bytearray():
+      return bytes(memoryview(value))
+    case list():
+      return [_plain(of) for of in list.__iter__(value)]
+    case tuple():
+      return tuple(_plain(of) for of in tuple.__iter__(value))
+    case frozenset():
+      return frozenset(_plain(of) for of in frozenset.__iter__(value))
+    case set():
+      return {_plain(of) for of in set.__iter__(value)}
+    case dict():
+      return {_plain(key): _plain(of) for key, of in dict.items(value)}
+    case abc.KeysView() | abc.ItemsView():
+      return {_plain(of) for of in value}
+  if numpy and isinstance(value, numpy.generic):
+    return _plain(value.item())
+  return value
 
 
 def _say(stream: IO[str], message: Any) -> None:
@@ -50,12 +96,14 @@ def _answer() -> None:
   exec(json.loads(asked.readline()), space)
   _say(told, [name for name, value in space.items() if callable(value)])
   for line in asked:
-    name, args, kwargs = json.loads(line)
+    name, *given = json.loads(line)
+    args, kwargs = map(_read, given)
     try:
-      value = space[name](*_plain(args), **_plain(kwargs))
-      _say(told, [[], repr(value), ""])
+      value = space[name](*args, **kwargs)
     except BaseException as error:
       _say(told, _told(error))
+    else:
+      _say(told, [[], repr(_plain(value)), ""])
 
 
 def _told(error: BaseException) -> tuple[list[str], str, str]:
@@ -65,7 +113,7 @@ def _told(error: BaseException) -> tuple[list[str], str, str]:
   args = (str(error),)
   if names[0] == kinds[0].__name__:  # Others may put theirs into words.
     args = error.__reduce__()[1]  # `args` of an OSError leave out its file.
-  return names, repr(args), str(error)
+  return names, repr(_plain(args)), str(error)
 
 
 class _Answer:
@@ -109,7 +157,7 @@ class _Answer:
     _say(self._process.stdin, [name, repr(args), repr(kwargs)])
     try:
       errors, text, words = self._hear()
-      value = _made(errors, text, words) if errors else _plain(text)
+      value = _made(errors, text, words) if errors else _read(text)
     except BaseException:
       os._exit(1)  # An exception here would be one that tests may wait for.
     if errors:
@@ -117,13 +165,13 @@ class _Answer:
     return value
 
 
-def _made(names: Sequence[str], args: str, words: str) -> Exception:
+def _made(names: abc.Sequence[str], args: str, words: str) -> Exception:
   """Returns an exception of the first class that can be made."""
   for kind in (getattr(builtins, name, None) for name in names):
     if isinstance(kind, type) and issubclass(kind, Exception):
       for given in (args, repr((words,))):
         with contextlib.suppress(SyntaxError, TypeError, ValueError):
-          return kind(*_plain(given))
+          return kind(*_read(given))
   raise ValueError(f"{names} are no exceptions of a function")
 
 

@@ -34,11 +34,11 @@ class UnitTests:
 
   The tests are the text in `base.Task.answer`: statements with `assert`, and
   functions `test...` without arguments. They call functions of the answer by
-  name, with plain data: numbers, text, bytes, None, and lists, tuples, sets and
-  dicts of these. A builtin's name is Python's own, and what they import they
-  import themselves. They run in another process than the answer, which can
-  neither read them nor end them with a pass.
-  Tests that pass without a call of the answer are a fault, and no reward.
+  name, with plain data: None, bools, numbers, text, bytes, and lists, tuples,
+  sets, frozensets and dicts of these. A builtin's name is Python's own, and
+  what they import they import themselves. They run in another process than the
+  answer, which can neither read them nor end them with a pass. Tests that pass
+  without a call of the answer are a fault, and no reward.
 
   Attributes:
     limits: of one answer with its tests.

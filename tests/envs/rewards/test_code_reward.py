@@ -172,7 +172,8 @@ def decode(x):
 """
   tests = """
 import math
-values = [None, True, 10**5000, 1.5, -math.inf, 2j, "\\u4e2d", b"x", (1,), {1}, set(), {}]
+values = [None, True, 10**5000, 1.5, -math.inf, 2j, "\\u4e2d", b"x"]
+values += [(1,), {1}, set(), frozenset(), {}]
 assert [same(v, times=2) for v in values] == values
 assert [type(same(v)) for v in values] == [type(v) for v in values]
 assert math.isnan(same([math.nan])[0])
@@ -227,6 +228,41 @@ assert str(error_of(read, "/no")).endswith("directory: '/no'")
 def test_tests_that_call_nothing_of_the_answer_are_a_fault_and_no_reward():
   with pytest.raises(ValueError, match="call no function of the answer"):
     reward("x = 1", tests="for case in ():\n  assert add(case) == 1")
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_values_are_the_plain_data_that_they_are_equal_to():
+  code = """
+import collections, enum
+import numpy as np
+class Color(enum.IntEnum):
+  RED = 1
+class Word(str):
+  def __repr__(self): return "0"
+Pair = collections.namedtuple("Pair", "a b")
+def count(x): return collections.Counter(x)
+def nested(x):
+  out = collections.defaultdict(list, {Color.RED: [Pair(1, Word("b"))]})
+  return collections.OrderedDict(x=out)
+def sets(x): return {frozenset(x), frozenset()}
+def views(x): return [x.keys(), x.items()]
+def numbers():
+  return [np.float64(.5), np.int64(2), np.bool_(True), np.str_("a")]
+def data(): return bytearray(b"a")
+"""
+  tests = """
+assert count("aab") == {"a": 2, "b": 1}
+assert nested(0) == {"x": {1: [(1, "b")]}}
+assert nested(0) != {"x": {1: [[1, "b"]]}}
+assert type(sets([1])) is set
+assert sets([1]) == {frozenset({1}), frozenset()}
+assert views({1: 2}) == [{1}, {(1, 2)}] != [[1], [(1, 2)]]
+assert numbers() == [.5, 2, True, "a"]
+assert numbers()[2] is True
+assert data() == b"a"
+"""
+  assert reward(code, tests=tests) == [1.0]
 
 
 @pytest.mark.process
