@@ -92,7 +92,9 @@ def _answer() -> None:
   """Defines what the answer does, and calls it as asked."""
   asked, told = sys.stdin, os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)  # The answer may print.
-  space: dict[str, Any] = {"__name__": "answer"}
+  module = types.ModuleType("answer")
+  sys.modules["answer"] = module  # Dataclasses look for their module there.
+  space = vars(module)
   exec(json.loads(asked.readline()), space)
   _say(told, [name for name, value in space.items() if callable(value)])
   for line in asked:

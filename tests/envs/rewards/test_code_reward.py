@@ -225,6 +225,21 @@ assert str(error_of(read, "/no")).endswith("directory: '/no'")
 
 @pytest.mark.process
 @needs_bubblewrap
+def test_an_answer_is_a_module_to_its_dataclasses():
+  code = """
+from __future__ import annotations
+import dataclasses
+@dataclasses.dataclass
+class Node:
+  value: int
+  next: Node = None
+def f(x): return Node(x).value
+"""
+  assert reward(code, tests="assert f(1) == 1") == [1.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
 def test_tests_that_call_nothing_of_the_answer_are_a_fault_and_no_reward():
   with pytest.raises(ValueError, match="call no function of the answer"):
     reward("x = 1", tests="for case in ():\n  assert add(case) == 1")
