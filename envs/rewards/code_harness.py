@@ -23,7 +23,7 @@ import subprocess
 import sys
 import types
 from collections import abc
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 
 class _Literals(ast.NodeTransformer):
@@ -83,6 +83,16 @@ def _plain(value: Any) -> Any:
   return value
 
 
+def _is_plain(value: Any) -> bool:
+  """Returns whether `_read` would read this value of `_plain`."""
+  match value:
+    case list() | tuple() | set() | frozenset():
+      return all(map(_is_plain, value))
+    case dict():
+      return all(map(_is_plain, value.items()))
+  return isinstance(value, bool | int | float | complex | str | bytes | None)
+
+
 def _say(stream: IO[str], message: Any) -> None:
   stream.write(json.dumps(message) + "\n")
   stream.flush()
@@ -124,9 +134,11 @@ class _Answer:
   Attributes:
     functions: by their names.
     calls: number of calls that tests have made.
+    raised: the exception of the last call that raised one.
   """
 
-  def __init__(self, code: str):
+  def __init__(self, code: str, end: abc.Callable[[str], NoReturn]):
+    """Starts it with its code; a fault of the tests is told to `end`."""
     self._process = subprocess.Popen(
       [sys.executable, "-P", "-s", "-B", __file__, "answer"],
       stdin=subprocess.PIPE,
@@ -134,7 +146,9 @@ class _Answer:
       stderr=subprocess.DEVNULL,
       text=True,
     )
+    self._end = end
     self.calls = 0
+    self.raised: Exception | None = None
     assert self._process.stdin
     _say(self._process.stdin, code)
     self.functions = {
@@ -156,13 +170,19 @@ class _Answer:
     """
     assert self._process.stdin
     self.calls += 1
-    _say(self._process.stdin, [name, repr(args), repr(kwargs)])
+    given = _plain((args, kwargs))
+    if not _is_plain(given):
+      self._end(
+        f"`{name}` is called with other than plain data: {given!r:.300}"
+      )
+    _say(self._process.stdin, [name, *map(repr, given)])
     try:
       errors, text, words = self._hear()
       value = _made(errors, text, words) if errors else _read(text)
     except BaseException:
       os._exit(1)  # An exception here would be one that tests may wait for.
     if errors:
+      self.raised = value
       raise value
     return value
 
@@ -178,17 +198,22 @@ def _made(names: abc.Sequence[str], args: str, words: str) -> Exception:
 
 
 def _run(tests: str, answer: _Answer) -> str:
-  """Runs the tests; returns what is wrong with them, "" if they have passed."""
+  """Runs the tests; returns a fault of theirs, "" if they have passed."""
   space: dict[str, Any] = {"__name__": "tests", **answer.functions}
-  exec(compile(tests, "tests", "exec"), space)
-  for name, test in list(space.items()):
-    if name.startswith("test") and isinstance(test, types.FunctionType):
-      test()
+  try:
+    exec(compile(tests, "tests", "exec"), space)
+    for name, test in list(space.items()):
+      if name.startswith("test") and isinstance(test, types.FunctionType):
+        test()
+  except ImportError as error:
+    if error is answer.raised:
+      raise
+    return f"{error}, on the machine of this sandbox"
   return "" if answer.calls else "they pass and call no function of the answer"
 
 
 def _test() -> None:
-  """Runs the tests; prints the word and what is wrong with the tests, if any.
+  """Runs the tests; prints the word, and a fault of the tests if there is one.
 
   Without the word an answer has failed them.
   """
@@ -197,9 +222,12 @@ def _test() -> None:
     signal.signal(number, signal.SIG_DFL)  # No exception for tests to catch.
   told = os.dup(1)
   os.dup2(2, 1)  # Tests may print.
-  wrong = _run(tests, _Answer(code))
-  os.write(told, f"{word}{wrong}".encode())
-  os._exit(0)
+
+  def end(fault: str) -> NoReturn:
+    os.write(told, f"{word}{fault}".encode(errors="replace"))
+    os._exit(0)
+
+  end(_run(tests, _Answer(code, end)))
 
 
 if __name__ == "__main__":

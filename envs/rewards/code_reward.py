@@ -34,11 +34,15 @@ class UnitTests:
 
   The tests are the text in `base.Task.answer`: statements with `assert`, and
   functions `test...` without arguments. They call functions of the answer by
-  name, with plain data: None, bools, numbers, text, bytes, and lists, tuples,
-  sets, frozensets and dicts of these. A builtin's name is Python's own, and
-  what they import they import themselves. They run in another process than the
-  answer, which can neither read them nor end them with a pass. Tests that pass
-  without a call of the answer are a fault, and no reward.
+  name, with copies of plain data: None, bools, numbers, text, bytes, and lists,
+  tuples, sets, frozensets and dicts of these. So no argument is a function, and
+  no change of one in place is seen. A builtin's name is Python's own, a name
+  that begins with _ is never the answer's, and what tests import they import
+  themselves. They run in another process than the answer, which can neither
+  read them nor end them with a pass.
+
+  Tests that pass without a call of the answer, import what is not there, or
+  call with other data, are a fault, and no reward.
 
   Attributes:
     limits: of one answer with its tests.

@@ -240,6 +240,29 @@ def f(x): return Node(x).value
 
 @pytest.mark.process
 @needs_bubblewrap
+@pytest.mark.parametrize(
+  ("tests", "fault"),
+  [
+    ("import missing_module\nassert add(1, 1)", "No module named 'missing_mod"),
+    ("def test_it():\n  from math import ad\n  assert add", "'ad' from 'math'"),
+    ("try:\n  assert add(len, 1)\nexcept:\n  pass", "<built-in function len>"),
+    ("assert add(range(2), 1)", r"other than plain data.*range\(0, 2\)"),
+  ],
+)
+def test_a_fault_of_tests_is_no_reward(tests, fault):
+  with pytest.raises(ValueError, match=f"code/train/0 are at fault.*{fault}"):
+    reward(RIGHT, tests=tests)
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_an_import_that_fails_in_the_answer_is_no_fault_of_the_tests():
+  inside = "def add(a, b):\n  import missing_module"
+  assert reward(inside, f"import missing_module\n{RIGHT}") == [0.0, 0.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
 def test_tests_that_call_nothing_of_the_answer_are_a_fault_and_no_reward():
   with pytest.raises(ValueError, match="call no function of the answer"):
     reward("x = 1", tests="for case in ():\n  assert add(case) == 1")
