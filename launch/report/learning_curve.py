@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from launch.report import svg
+from launch.report import run_files, svg
 from rl.runtime import trace
 
 _WIDTH, _LEFT, _RIGHT = 880, 76, 848
@@ -18,18 +18,18 @@ _COLOURS = {
 def draw(
   metrics: Sequence[Mapping[str, Any]],
   evaluations: Sequence[Mapping[str, Any]],
-  spans: Sequence[trace.Span],
+  spans: run_files.RunSpans,
 ) -> str:
   """Returns the SVG.
 
   Args:
     metrics: one row a round, with "round" and "success" (0 to 1 or None).
     evaluations: rows with "round", "success", "low" and "high".
-    spans: of the tracks "learner" and "decode"; may be empty.
+    spans: of a run, which may have none.
   """
-  height = 508 if spans else 336
+  height = 508 if spans.middle else 336
   parts = _curve(metrics, evaluations)
-  parts += _strip(spans) if spans else []
+  parts += _strip(spans.middle, spans.work.share) if spans.middle else []
   return svg.picture(_WIDTH, height, "Learning curve", parts)
 
 
@@ -98,10 +98,9 @@ def trend(
   return parts
 
 
-def _strip(spans: Sequence[trace.Span]) -> list[str]:
+def _strip(spans: Sequence[trace.Span], share: float) -> list[str]:
   start, end = window(spans)
   x = svg.scale(start, end, _LEFT, _RIGHT)
-  share = trace.overlap(spans).share
   title = f"Both meshes in mid-run; overlap of the whole run: {share:.0%}"
   parts = [svg.text(28, _STRIP_TOP - 20, title, 'font-weight="600"')]
   bottom = _STRIP_TOP + 76

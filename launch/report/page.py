@@ -46,8 +46,7 @@ class RunRecords:
   Attributes:
     metrics: one row a round, in order; a repeated round counts once.
     evaluations: one row each, in order, of those that graded an episode.
-    spans: of the whole run, or the middle of a long one.
-    num_spans: of the whole run.
+    spans: with those of a long run left out but for the middle.
     verdict: on the event log; None without one.
     gaps: a sample of comparisons, see `run_files.sample_gaps`.
     warm_start: one row a step, in order.
@@ -58,8 +57,7 @@ class RunRecords:
   config: Mapping[str, Any]
   metrics: Sequence[Mapping[str, Any]]
   evaluations: Sequence[Mapping[str, Any]]
-  spans: Sequence[trace.Span]
-  num_spans: int
+  spans: run_files.RunSpans
   verdict: log_check.Verdict | None
   gaps: Sequence[Mapping[str, Any]]
   warm_start: run_files.Rows
@@ -99,7 +97,7 @@ def read(
     notes.append(f"{verdict.deleted}.")
   if verdict and verdict.num_cut:
     notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
-  spans, num_spans = run_files.spans(path / "spans.jsonl", notes)
+  spans = run_files.spans(path / "spans.jsonl", notes)
   metrics = [*map(_numbers, rounds.values())]
   notes += learning_section.crossings(metrics, config)
   notes += learning_section.complaints(metrics, path)
@@ -113,7 +111,6 @@ def read(
       if None not in map(row.get, ("success", "low", "high"))
     ],
     spans=spans,
-    num_spans=num_spans,
     verdict=verdict,
     gaps=run_files.sample_gaps(
       path / "logprob_gap.jsonl", rounds.keys(), notes
@@ -175,7 +172,7 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
       success = f"{first['success']:.0%} → {success}"
     interval = f"held out; last {last['low']:.0%} to {last['high']:.0%}"
   wall, gaps = column("time_s"), column("logprob_gap_max")
-  both = trace.overlap([s for s in run.spans if trace.is_work(s)])
+  both = run.spans.work
   busy = f"learner {both.first_s:,.0f} s, decode {both.second_s:,.0f} s busy"
   return [
     ("Success", success, interval),
@@ -183,7 +180,7 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
     *learning_section.tiles(run.metrics),
     ("Rounds", f"{len(run.metrics):,}", f"{_trained(run):,} groups trained"),
     ("Wall time", _duration(max(wall)) if wall else "–", "to the last round"),
-    ("Overlap", f"{both.share:.0%}" if run.spans else "–", busy),
+    ("Overlap", f"{both.share:.0%}" if run.spans.count else "–", busy),
     ("Decode", median("decode_tokens_per_s"), "tokens/s, median"),
     ("Learner", median("learner_tokens_per_s"), "tokens/s, median"),
     (
@@ -300,10 +297,11 @@ def timeline(spans: Sequence[trace.Span], total: int) -> dict[str, Any]:
 
 def _bubbles(run: RunRecords) -> dict[str, Any]:
   """Returns the idle time of both meshes, and bubbles beside the timeline."""
-  if not run.spans or not run.verdict:
+  if not run.spans.count or not run.verdict:
     return {}
   found, causes = {}, list(bubbles.CAUSES)
-  for mesh, time in bubbles.find(run.spans, run.verdict.phases).items():
+  spans, phases = run.spans.middle, run.verdict.phases
+  for mesh, time in bubbles.find(spans, phases).items():
     # In a picture only the long ones can be seen.
     longest = sorted(time.bubbles, key=lambda b: b[0] - b[1])[:_MAX_BUBBLES]
     found[mesh] = {
@@ -345,7 +343,7 @@ def data(run: RunRecords) -> dict[str, Any]:
     "evaluations": thinning.places(run.evaluations, _MAX_EVALUATIONS),
     "every_evaluation": thinning.every(len(run.evaluations), _MAX_EVALUATIONS),
     "warm_start": warm_start_section.section(run.warm_start),
-    "timeline": timeline(run.spans, run.num_spans),
+    "timeline": timeline(run.spans.middle, run.spans.count),
     "bubbles": _bubbles(run),
     "lags": {
       "counts": sorted(verdict.lags.items()) if verdict else [],

@@ -1,6 +1,6 @@
 """Reads the files of a run for a page, whatever state they are in."""
 
-import itertools
+import dataclasses
 import json
 import math
 import os
@@ -125,19 +125,46 @@ def _lack(path: pathlib.Path) -> str:
   return "no file" if os.path.lexists(path) else "missing"
 
 
-def spans(path: pathlib.Path, notes: list[str]) -> tuple[list[trace.Span], int]:
-  """Returns the spans in the middle of a run, and the number of all."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSpans:
+  """The spans of a run.
+
+  Attributes:
+    middle: all of them, or those in the middle of a long run.
+    count: of all.
+    work: of learner and engines in all rounds, as a run prints at its end.
+  """
+
+  middle: Sequence[trace.Span]
+  count: int
+  work: trace.TrackOverlap
+
+
+def spans(path: pathlib.Path, notes: list[str]) -> RunSpans:
+  """Returns the spans of a run."""
+  lone, count = trace.LoneEvaluations(), 0
+  for span in _spans(path, notes):
+    count += 1
+    lone.observe(span)
+  start = max(0, (count - _MAX_SPANS_READ) // 2)
+  meter, middle = trace.Meter(without=lone.intervals), []
+  for i, span in enumerate(_spans(path, [])):
+    meter.add(span)
+    if start <= i < start + _MAX_SPANS_READ:
+      middle.append(span)
+  if len(middle) < count:
+    notes.append(
+      f"{path.name}: bubbles are those of the middle {len(middle):,} of "
+      f"{count:,} spans."
+    )
+  return RunSpans(middle=middle, count=count, work=meter.take())
+
+
+def _spans(path: pathlib.Path, notes: list[str]) -> Iterator[trace.Span]:
   fields = trace.Span.__annotations__
   kinds = {"track": str, "name": str, "start": float | int, "end": float | int}
-  count = sum(1 for _ in lines(path, notes, **kinds))
-  start = max(0, (count - _MAX_SPANS_READ) // 2)
-  found = lines(path, [], **kinds)
-  middle = itertools.islice(found, start, start + _MAX_SPANS_READ)
-  spans = [
-    trace.Span(**{name: row[name] for name in fields if name in row})
-    for row in middle
-  ]
-  return spans, count
+  for row in lines(path, notes, **kinds):
+    yield trace.Span(**{name: row[name] for name in fields if name in row})
 
 
 def sample_gaps(

@@ -18,12 +18,13 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
 
   Args:
     run_dir: holds the event log and spans, flushed.
-    work: busy times of learner and engines over the whole run.
+    work: busy times of learner and engines in the rounds of this process.
   """
   if work.first_s:  # Zero if there were no rounds.
     log(
-      f"learner busy {work.first_s:.1f} s, decode busy {work.second_s:.1f} s,"
-      f" both at once {work.both_s:.1f} s ({work.share:.0%} of the shorter)"
+      f"busy in this process: learner {work.first_s:.1f} s, decode "
+      f"{work.second_s:.1f} s, both at once {work.both_s:.1f} s "
+      f"({work.share:.0%} of the shorter)"
     )
   _log_metrics(run_dir, log)
   try:

@@ -4,6 +4,7 @@ Tracks are "learner", "decode" and "host" (publishing, packing, checkpoints,
 evaluation). All times are seconds since the start of the trace.
 """
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -223,6 +224,39 @@ def is_work(span: Span) -> bool:
   return span.name in WORK.get(span.track, ())
 
 
+class LoneEvaluations:
+  """Finds evaluations before and after the rounds of a process.
+
+  Call `observe` with every span of a run, in the order of their ends.
+  """
+
+  def __init__(self):
+    self._found: list[Interval] = []
+    # From the first to the last work of a learner, for each process.
+    self._rounds: list[Interval] = []
+    self._begins = True
+
+  def observe(self, span: Span) -> None:
+    """Takes one span into account."""
+    if (span.track, span.name) == ("host", "evaluate"):
+      self._found.append((span.start, span.end))
+    elif (span.track, span.name) == ("learner", "init"):
+      self._begins = True
+    elif span.track == "learner" and is_work(span):
+      start = span.start if self._begins else self._rounds.pop()[0]
+      self._rounds.append((start, span.end))
+      self._begins = False
+
+  @property
+  def intervals(self) -> list[Interval]:
+    """Their times, in order."""
+    return [
+      one
+      for one in self._found
+      if not any(start <= one[0] < end for start, end in self._rounds)
+    ]
+
+
 class Meter:
   """Measures the overlap of work from one `take` to the next.
 
@@ -230,16 +264,20 @@ class Meter:
   thousand spans are added up and forgotten, so memory is flat. A span counts
   where it ends: work that goes on while others are added up, or taken, loses
   its overlap with them.
+
+  Args:
+    without: intervals in order; work that starts in one does not count.
   """
 
-  def __init__(self):
+  def __init__(self, without: Sequence[Interval] = ()):
+    self._without = without
     self._adding_up = threading.Lock()
     self._spans: list[Span] = []
     self._total = _NO_OVERLAP
 
   def add(self, span: Span) -> None:
     """Counts a span of work."""
-    if is_work(span):
+    if is_work(span) and not self._is_left_out(span.start):
       self._spans.append(span)
       if len(self._spans) >= _ADD_UP_EVERY:
         with self._adding_up:
@@ -251,6 +289,10 @@ class Meter:
       self._add_up()
       total, self._total = self._total, _NO_OVERLAP
     return total
+
+  def _is_left_out(self, time_s: float) -> bool:
+    i = bisect.bisect(self._without, (time_s, math.inf)) - 1
+    return i >= 0 and time_s < self._without[i][1]
 
   def _add_up(self) -> None:
     fresh = self._spans[:]

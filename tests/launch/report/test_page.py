@@ -504,6 +504,11 @@ def test_the_picture_holds_curve_evaluations_and_publishes(run_dir):
   # 2 dots of the legend, 4 evaluations, 1 dot of the strip's legend and its 5
   # publishes (four periods have five ends).
   assert len(root.findall(f"{_SVG}circle")) == 2 + 4 + 1 + 5
+  # Of the same work as on the page.
+  tiles = {
+    label: x for label, x, _ in report_page.tiles(report_page.read(run_dir))
+  }
+  assert f"of the whole run: {tiles['Overlap']}" in "".join(root.itertext())
 
 
 @pytest.mark.process

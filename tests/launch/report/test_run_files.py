@@ -10,18 +10,33 @@ def _write_lines(path, rows):
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_of_many_spans_the_middle_is_read(tmp_path, monkeypatch):
+def _span(track, name, start, end):
+  return {"track": track, "name": name, "start": start, "end": end}
+
+
+def test_of_many_spans_the_middle_is_kept_and_all_are_added_up(
+  tmp_path, monkeypatch
+):
   monkeypatch.setattr(run_files, "_MAX_SPANS_READ", 3)
-  _write_lines(
-    tmp_path / "spans.jsonl",
-    [
-      {"track": "decode", "name": "step", "start": float(i), "end": i + 1.0}
-      for i in range(9)
-    ],
-  )
+  rows = [_span("decode", "decode", float(i), i + 1.0) for i in range(9)]
+  _write_lines(tmp_path / "spans.jsonl", rows)
   notes = []
-  spans, count = run_files.spans(tmp_path / "spans.jsonl", notes)
-  assert (count, [span.start for span in spans], notes) == (9, [3, 4, 5], [])
+  spans = run_files.spans(tmp_path / "spans.jsonl", notes)
+  assert [span.start for span in spans.middle] == [3, 4, 5]
+  assert (spans.count, spans.work.second_s) == (9, 9)
+  assert notes == ["spans.jsonl: bubbles are those of the middle 3 of 9 spans."]
+
+
+def test_decoding_by_evaluations_beside_the_rounds_is_not_added_up(tmp_path):
+  rows = [
+    _span("decode", "decode", 1, 2),
+    _span("host", "evaluate", 0, 3),
+    _span("decode", "decode", 3, 5),
+    _span("learner", "update", 4, 6),
+  ]
+  _write_lines(tmp_path / "spans.jsonl", rows)
+  work = run_files.spans(tmp_path / "spans.jsonl", []).work
+  assert (work.first_s, work.second_s, work.both_s) == (2, 2, 1)
 
 
 def _gap(round_, size=0.5):
@@ -75,8 +90,8 @@ def test_spans_of_another_form_are_left_out(tmp_path):
   path = tmp_path / "spans.jsonl"
   span = {"track": "a", "name": "b", "start": 0, "end": 1.5}
   _write_lines(path, [span | {"more": 1}, span | {"start": "0"}, None])
-  spans, count = run_files.spans(path, [])
-  assert (count, len(spans)) == (1, 1)
+  spans = run_files.spans(path, [])
+  assert (spans.count, len(spans.middle)) == (1, 1)
 
 
 def test_numbers_beyond_a_float_are_none(tmp_path):

@@ -140,6 +140,30 @@ def test_a_meter_measures_what_ended_since_it_was_last_asked():
   assert (total.first_s, total.second_s, total.both_s) == (3, 3, 1)
 
 
+def test_evaluations_between_the_updates_of_a_process_are_not_lone():
+  lone = trace.LoneEvaluations()
+  for track, name, start, end in (
+    ("host", "evaluate", 0.0, 1.0),
+    ("learner", "accumulate", 2.0, 3.0),
+    ("host", "evaluate", 3.0, 4.0),
+    ("learner", "update", 5.0, 6.0),
+    ("host", "evaluate", 6.0, 7.0),
+    # Another process goes on.
+    ("learner", "init", 7.0, 8.0),
+    ("host", "evaluate", 8.0, 9.0),
+    ("learner", "update", 10.0, 11.0),
+  ):
+    lone.observe(trace.Span(track, name, start, end))
+  assert lone.intervals == [(0, 1), (6, 7), (8, 9)]
+
+
+def test_a_meter_leaves_out_work_that_starts_in_given_times():
+  meter = trace.Meter(without=[(0.0, 1.0), (5.0, 6.0)])
+  for start in (0.0, 0.5, 1.0, 5.5):
+    meter.add(trace.Span("decode", "decode", start, start + 0.5))
+  assert meter.take().second_s == 0.5
+
+
 def test_a_meter_keeps_no_spans_of_a_long_run():
   meter = trace.Meter()
   # Each second the learner works for 0.5 s, 0.25 s of it beside the engines.
