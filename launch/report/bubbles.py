@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl.audit import event_log
@@ -46,6 +46,8 @@ _SHORTEST_S = 1e-3
 
 Intervals = list[trace.Interval]
 """Disjoint and in order."""
+Clock = Callable[[float], float]
+"""Returns the reading of a clock at a time of the log."""
 
 
 class Phases:
@@ -92,30 +94,43 @@ class Phases:
         start = self._playing.pop()[0]
       self._playing.append((start, max(start, now)))
 
-  def playing(self, offset: float = 0.0) -> Intervals:
+  def playing(self, clock: Clock = float) -> Intervals:
     """Returns the times at which members were played or graded.
 
     Args:
-      offset: added to the times of the log.
+      clock: of the times that are returned.
     """
     found = [*self._playing]
     if self._since is not None:
       found.append((self._since, math.inf))
-    return [(start + offset, end + offset) for start, end in found]
+    return [(clock(start), clock(end)) for start, end in found]
 
-  def taken(self, offset: float = 0.0) -> list[float]:
+  def taken(self, clock: Clock = float) -> list[float]:
     """Returns the times at which the learner took groups."""
-    return sorted(t + offset for t in self._taken)
+    return sorted(map(clock, self._taken))
 
-  def offset(self, spans: Sequence[trace.Span]) -> float:
-    """Returns the clock of the spans minus that of the log, by publishes."""
-    ends = {
-      span.args.get("version"): span.end
-      for span in spans
-      if span.name == "publish"
-    }
-    gaps = [ends[v] - t for v, t in self._published if v in ends]
-    return statistics.median(gaps) if gaps else 0.0
+  def clock(self, spans: Sequence[trace.Span]) -> Clock:
+    """Returns the clock of the spans.
+
+    Each process of a run has an offset of its own, the median over its
+    publishes.
+    """
+    logged: Mapping[Any, float] = dict(self._published)
+    # A resumed run may publish a version again: the log has the last time.
+    last = {s.args.get("version"): s for s in spans if s.name == "publish"}
+    begins = [s for s in spans if (s.track, s.name) == ("learner", "init")]
+    processes: list[tuple[float, list[float]]] = [(-math.inf, [])]
+    for span in sorted([*begins, *last.values()], key=lambda s: s.start):
+      if span.name != "publish":
+        if processes[-1][1]:
+          processes.append((span.start, []))
+      elif (version := span.args.get("version")) in logged:
+        processes[-1][1].append(span.end - logged[version])
+    offsets = [
+      (start, statistics.median(gaps)) for start, gaps in processes if gaps
+    ] or [(-math.inf, 0.0)]
+    starts = [start - offset for start, offset in offsets]
+    return lambda t: t + offsets[max(0, bisect.bisect(starts, t) - 1)][1]
 
 
 def _newest() -> collections.deque[Any]:
@@ -155,13 +170,13 @@ def find(spans: Sequence[trace.Span], phases: Phases) -> Mapping[str, MeshTime]:
     phases: of the log of the same run.
   """
   decoding = trace.busy([s for s in spans if trace.is_work(s)], "decode")
-  offset = phases.offset(spans)
+  clock = phases.clock(spans)
   waits = {
     cause: trace.busy([s for s in spans if s.name == name], "host")
     for cause, name in _HOST.items()
   }
   waits["rollout"] = decoding
-  waits["environment"] = phases.playing(offset)
+  waits["environment"] = phases.playing(clock)
   # Neither mesh has work while a program of the other one is compiled.
   waits["compile"] = _times([s for s in spans if s.name in _COMPILES])
   waits["warm start"] = _times([s for s in spans if s.name == _WARM_START])
@@ -172,7 +187,7 @@ def find(spans: Sequence[trace.Span], phases: Phases) -> Mapping[str, MeshTime]:
       continue
     starts = sorted(s.start for s in own)
     busy = trace.busy([s for s in own if s.name not in _COMPILES], mesh)
-    waits["packing"] = _until(phases.taken(offset), starts)
+    waits["packing"] = _until(phases.taken(clock), starts)
     others = [c for m, ours in _OF_ONE.items() if m != mesh for c in ours]
     allowed = [cause for cause in CAUSES if cause not in others]
     start, end = starts[0], max(s.end for s in own)

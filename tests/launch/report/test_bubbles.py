@@ -93,19 +93,34 @@ def test_a_member_that_follows_another_at_once_is_no_pause():
 
 
 def test_the_clock_of_the_log_is_moved_to_that_of_the_spans():
-  # A run that was resumed has pauses of its own in either.
+  # A run that was resumed has pauses of its own in either: first the spans are
+  # 10 s ahead, then 15 s from their 25th second on, which is the 10th here.
   phases = observed(
     (1.0, "published", {"version": 1}),
     (2.0, "published", {"version": 2}),
     (2.5, "admitted", {"index": 0}),
     (3.0, "reward", {"index": 0}),
+    (3.5, "dequeued", {}),
+    (10.5, "admitted", {"index": 0}),
+    (11.0, "reward", {"index": 0}),
+    (16.0, "published", {"version": 3}),
   )
   spans = [
+    span("learner", "init", 0.0, 1.0),
     span("host", "publish", 10.0, 11.0, version=1),
     span("host", "publish", 11.0, 12.0, version=2),
+    # It was stopped before the log said so, and publishes it again.
+    span("host", "publish", 14.0, 15.0, version=3),
+    span("learner", "init", 25.0, 26.0),
+    span("host", "publish", 30.0, 31.0, version=3),
   ]
-  assert phases.offset(spans) == 10.0
-  assert phases.playing(10.0) == [(12.5, 13.0)]
+  clock = phases.clock(spans)
+  assert phases.playing(clock) == [(12.5, 13.0), (25.5, 26.0)]
+  assert phases.taken(clock) == [13.5]
+
+
+def test_without_publishes_both_clocks_are_the_same():
+  assert bubbles.Phases().clock([span("learner", "init", 5.0, 6.0)])(7.0) == 7.0
 
 
 def test_a_run_without_spans_of_a_mesh_has_none_of_its_time():
