@@ -21,7 +21,7 @@ CAUSES = {
   "warm start": "the learner is taught by demonstrations first",
   "publish": "weights are on their way",
   "packing": "groups that were taken are packed into rows",
-  "evaluation": "the engines evaluate",
+  "evaluation": "an evaluation is played",
   "checkpoint": "the state is saved",
   "rollout": "engines decode what the learner waits for",
   "environment": "environments or rewards are at work, engines wait for them",
@@ -38,7 +38,7 @@ _HOST = {
 }
 _WARM_START = "warm start"
 _OF_ONE = {
-  "learner": ("packing", "evaluation", "rollout"),
+  "learner": ("packing", "rollout"),
   "decode": ("warm start",),
 }
 _MAX_KEPT = 200_000

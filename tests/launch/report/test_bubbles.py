@@ -61,16 +61,20 @@ def test_engines_wait_for_environments_or_for_the_gate():
       span("decode", "decode", 0.0, 2.0),
       span("learner", "warm start", 6.5, 7.0),
       span("decode", "decode", 8.0, 9.0),
+      span("host", "evaluate", 9.0, 12.0),
+      span("decode", "decode", 11.0, 12.0),
     ],
     phases,
   )["decode"]
-  # A member plays or is graded until 5, after that nothing is let in. What the
-  # learner packs or evaluates is no cause of an engine's.
+  # A member plays or is graded until 5, after that nothing is let in, and from
+  # 9 on environments of an evaluation. What the learner packs is no cause of an
+  # engine's.
   assert found.bubbles == [
     (2.0, 5.0, "environment"),
     (5.0, 6.5, "gate"),
     (6.5, 7.0, "warm start"),
     (7.0, 8.0, "gate"),
+    (9.0, 11.0, "evaluation"),
   ]
 
 
