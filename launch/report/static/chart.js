@@ -43,14 +43,18 @@ export function nearest(points, value) {
 }
 
 // series: [{ name, points: [[x, y]], band: [[x, low, high]], raw: [[x, y]],
-//            colour, dash }]; dots: [{ x, y, low, high, tip }].
+//            rest: [[[x, y]]], colour, dash }], raw and rest thin;
+// dots: [{ x, y, low, high, tip }].
 export function lineChart(figure, {
   series, dots = [], label, xLabel = "", percent = false, height = 280,
 }) {
   const width = Math.max(280, figure.clientWidth);
   const ys = [], xs = [];
-  for (const { points, band = [], raw = [] } of series) {
-    for (const [a, b] of [...points, ...raw]) { xs.push(a); ys.push(b); }
+  for (const { points, band = [], raw = [], rest = [] } of series) {
+    for (const [a, b] of [...points, ...raw, ...rest.flat()]) {
+      xs.push(a);
+      ys.push(b);
+    }
     for (const [, low, high] of band) ys.push(low, high);
   }
   for (const dot of dots) { xs.push(dot.x); ys.push(dot.low, dot.high, dot.y); }
@@ -85,7 +89,7 @@ export function lineChart(figure, {
 }
 
 function drawSeries(svg, one, x, y) {
-  const { points, band = [], raw = [], colour: stroke, dash } = one;
+  const { points, band = [], raw = [], rest = [], colour: stroke, dash } = one;
   if (band.length > 1)
     svg.append(el("polygon", { class: "band", fill: stroke, opacity: 0.16,
       points: path([...band.map(([a, , b]) => [a, b]),
@@ -94,12 +98,16 @@ function drawSeries(svg, one, x, y) {
   if (raw.length)
     svg.append(el("polyline", { ...style, points: path(raw, x, y),
       opacity: 0.35 }));
+  for (const part of rest)
+    svg.append(el("polyline", { ...style, points: path(part, x, y),
+      class: "rest", "stroke-dasharray": dash }));
   svg.append(el("polyline", { ...style, points: path(points, x, y),
     class: "curve", "stroke-width": 2.5, "stroke-dasharray": dash,
     "data-series": one.name }));
-  if (points.length === 1)
-    svg.append(el("circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 3,
-      fill: stroke }));
+  for (const part of [points, ...rest])
+    if (part.length === 1)
+      svg.append(el("circle", { cx: x(part[0][0]), cy: y(part[0][1]), r: 3,
+        fill: stroke }));
 }
 
 // A line that follows the pointer or the arrow keys, with all values there.

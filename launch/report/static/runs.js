@@ -88,7 +88,7 @@ function drawCurves(page, shown) {
     colour: seriesColour(i), dash: seriesDash(i),
     ...overSeeds(members.map(({ name: run }) =>
       smoothed(pointsOf(curves.runs[run] ?? NOTHING, axis.value)))),
-  })).filter(({ points }) => points.length);
+  })).filter(({ points, rest }) => points.length || rest.length);
   if (!series.length)
     return figure.replaceChildren(caption("No run has recorded this."));
   const drawn = series.slice(0, MAX_LINES);
@@ -98,8 +98,9 @@ function drawCurves(page, shown) {
       label: `${page.metric.value} over ${AXES[axis.value]}`,
       xLabel: AXES[axis.value] }),
     legend(drawn.map((one) => [one.name, one.colour])),
-    caption("Means of neighbours, a twenty-fifth of the run each way; a band " +
-      "reaches from the least to the most of its runs." +
+    caption("Means of neighbours, a twenty-fifth of the " +
+      "run each way. A band reaches from the least to the most of its runs, " +
+      "where all have a value; beyond that they go on thin." +
       (more > 0 ? ` ${more} more are not drawn: tick those to see.` : "")));
 }
 

@@ -34,25 +34,30 @@ export function valueAt(points, at) {
   return b === a ? to : from + ((at - a) / (b - a)) * (to - from);
 }
 
-// The mean of some curves, and the least and the most of them, place by place.
+// The mean of some curves, and the least and the most of them, where all have a
+// value; `rest` is what each has before and after that.
 export function overSeeds(curves) {
   const own = curves.filter((points) => points.length);
-  if (own.length < 2) return { points: own[0] ?? [], band: [] };
-  const ends = range(own.flatMap((points) =>
-    [points[0][0], points.at(-1)[0]]));
-  const places = [...new Set(own.flatMap((points) =>
-    points.map(([at]) => at)))].sort((a, b) => a - b);
+  if (own.length < 2) return { points: own[0] ?? [], band: [], rest: [] };
+  const from = Math.max(...own.map((points) => points[0][0]));
+  const to = Math.min(...own.map((points) => points.at(-1)[0]));
+  if (from > to) return { points: [], band: [], rest: own };
+  const places = [...new Set(own.flatMap((points) => points.map(([at]) => at)
+    .filter((at) => from <= at && at <= to)))].sort((a, b) => a - b);
   // Tokens and seconds of two runs hardly ever agree.
   const stops = places.length <= GRID ? places
     : Array.from({ length: GRID }, (_, i) =>
-      ends[0] + (i / (GRID - 1)) * (ends[1] - ends[0]));
+      Math.min(to, from + (i / (GRID - 1)) * (to - from)));
   const points = [], band = [];
   for (const at of stops) {
-    const values = own.map((curve) => valueAt(curve, at))
-      .filter((value) => value != null);
-    if (!values.length) continue;
+    const values = own.map((curve) => valueAt(curve, at));
     points.push([at, values.reduce((sum, v) => sum + v, 0) / values.length]);
     band.push([at, ...range(values)]);
   }
-  return { points, band };
+  const edge = (curve, at) => [at, valueAt(curve, at)];
+  const rest = own.flatMap((curve) => [
+    [...curve.filter(([at]) => at < from), edge(curve, from)],
+    [edge(curve, to), ...curve.filter(([at]) => at > to)],
+  ]).filter((part) => part.length > 1);
+  return { points, band, rest };
 }

@@ -146,6 +146,24 @@ def test_a_curve_is_a_line_for_all_seeds_with_a_band(address, browser):
   browser.wait("document.querySelector('[aria-label^=\"entropy\"]') !== null")
 
 
+def test_the_line_of_several_seeds_ends_with_the_shortest_run(
+  tmp_path, browser
+):
+  # At 0.1 to 0.4 and at 0.3 and 0.4: the means of both are 0.2 and 0.3.
+  viewed_runs.run(tmp_path / "a", 4)
+  path = viewed_runs.run(tmp_path / "b", 4, seed=1, level=0.2)
+  viewed_runs.write_lines(path / "metrics.jsonl", viewed_runs.metrics(2, 0.2))
+  with shown(tmp_path, browser) as url:
+    browser.open(url)
+    (line,) = browser.values("#curves .curve", "points")
+    (rest,) = browser.values("#curves .rest", "points")
+  # From its end on the longer one goes on, from round 2 to 4.
+  assert len(line.split()) == 2
+  at = [point.split(",")[0] for point in rest.split()]
+  assert len(at) == 3
+  assert at[0] == line.split()[1].split(",")[0]
+
+
 def test_the_only_round_of_a_run_lies_over_any_number_of_tokens(
   tmp_path, browser
 ):
