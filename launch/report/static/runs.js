@@ -98,7 +98,7 @@ function drawCurves(page, shown) {
       label: `${page.metric.value} over ${AXES[axis.value]}`,
       xLabel: AXES[axis.value] }),
     legend(drawn.map((one) => [one.name, one.colour])),
-    caption("Means of neighbours, a twenty-fifth of the " +
+    caption("Of 25 points or more: means of neighbours, a twenty-fifth of the " +
       "run each way. A band reaches from the least to the most of its runs, " +
       "where all have a value; beyond that they go on thin." +
       (more > 0 ? ` ${more} more are not drawn: tick those to see.` : "")));
