@@ -133,8 +133,9 @@ function evaluationDots({ evaluations, metrics }, places, axis) {
   const known = [[0, 0], ...places.map((at, i) => [metrics.round[i], at])
     .filter(([, at]) => at != null)];
   return evaluations.map((one) => {
+    const own = { rounds: one.round, time: one.time_s }[axis];
     // The round may lie between two points.
-    const x = axis === "rounds" ? one.round : valueAt(known, one.round);
+    const x = own ?? valueAt(known, one.round);
     return { x, y: one.success, low: one.low, high: one.high,
       tip: `evaluation after round ${one.round}\n${format(one.success)} ` +
         `(${format(one.low)} to ${format(one.high)}), ${one.episodes} episodes`,

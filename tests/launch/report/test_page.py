@@ -241,6 +241,27 @@ def test_a_long_run_says_how_many_rounds_a_point_stands_for(tmp_path, browse):
 
 
 @pytest.mark.process
+def test_an_evaluation_lies_at_its_own_second(tmp_path, browse):
+  rows = [{"round": i, "success": 0.5, "time_s": 2.0 * i} for i in range(1, 5)]
+  _write_lines(tmp_path / "metrics.jsonl", rows)
+  # It ended half way between rounds 3 and 4.
+  row = {"round": 2, "success": 0.5, "low": 0.4, "high": 0.6, "time_s": 7.0}
+  _write_lines(tmp_path / "evaluations.jsonl", [row])
+  page = browse(
+    report_page.write(tmp_path),
+    """
+      const select = document.querySelector("#axis");
+      select.value = "time";
+      select.dispatchEvent(new Event("change"));
+      """,
+  )
+  line, _ = (attrs for tag, attrs in page.elements if tag == "polyline")
+  at = [float(place.split(",")[0]) for place in line["points"].split()]
+  (dot,) = page.having("class", "dot")
+  assert float(dot["cx"]) == pytest.approx((at[2] + at[3]) / 2, abs=0.1)
+
+
+@pytest.mark.process
 def test_of_many_evaluations_some_are_drawn_and_it_is_said(tmp_path, browse):
   rows = [{"round": i, "success": 0.5} for i in range(1, 1500)]
   _write_lines(tmp_path / "metrics.jsonl", rows)
