@@ -54,6 +54,7 @@ _MAX_SAMPLE_BYTES = 1_500_000
 _MAX_LINE_BYTES = 64 << 20
 _MAX_NAME = 200
 _MAX_TEXT = 10_000
+_PIECE = re.compile(r"\S\s|\s\S")
 _SOURCE = re.compile(r"(.+?)/(?:train|eval)/")
 
 
@@ -251,6 +252,7 @@ def shown(data: Mapping[str, Any], round_: int) -> dict[str, Any]:
     NoTrajectory: a field is missing, or of another type.
   """
   try:
+    turns = [_turn(turn) for turn in data["turns"]]
     return {
       "round": round_,
       "group": int(data["group_id"]),
@@ -264,12 +266,22 @@ def shown(data: Mapping[str, Any], round_: int) -> dict[str, Any]:
       "metrics": _numbers(data.get("metrics")),
       "fault": str(data.get("fault") or "")[:_MAX_TEXT],
       "unanswered": _ids(data.get("unanswered") or []),
-      "turns": [_turn(turn) for turn in data["turns"]],
+      "gap": gap if (gap := data.get("gap")) in ("", " ") else _gap(turns),
+      "turns": turns,
     }
   except _WRONG as error:
     raise NoTrajectory(
       f"a field of the trajectory is wrong: {error}"
     ) from error
+
+
+def _gap(turns: Sequence[Mapping[str, Any]]) -> str:
+  """Returns the text between words of an older file, which does not tell it.
+
+  Words of a list need spaces between them, pieces of text bring their own.
+  """
+  words = (w for turn in turns for w in (*turn["context"], *turn["words"]))
+  return "" if any(_PIECE.search(word) for word in words) else " "
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:

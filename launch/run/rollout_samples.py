@@ -30,9 +30,10 @@ def write(
 ) -> pathlib.Path:
   """Writes every member of `groups` to trajectories/round_NNNNNN.jsonl.
 
-  A line holds `trajectory_to_json`, the advantage, and the text of every id.
-  The turns of a member that was trained have `advantages`, a number a token,
-  and `old_logprobs`, if another policy than the one that sampled has old ones.
+  A line holds `trajectory_to_json`, the advantage, the text of every id, and
+  the `gap` between two of them. The turns of a member that was trained have
+  `advantages`, a number a token, and `old_logprobs`, if another policy than the
+  one that sampled has old ones.
   """
   path = run_dir / "trajectories" / f"round_{round_:06d}.jsonl"
   path.parent.mkdir(exist_ok=True)
@@ -77,7 +78,7 @@ def readable(
   for turn in data["turns"]:
     turn["context_words"] = [chat.token(i) for i in turn["context"]]
     turn["words"] = [chat.token(i) for i in turn["tokens"]]
-  return data
+  return data | {"gap": chat.gap}
 
 
 def repetition(groups: Sequence[trajectory.Group]) -> float:

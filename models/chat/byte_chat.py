@@ -78,6 +78,11 @@ class ByteChat:
     """Returns the parsed answer; see `tool_calls.parse`."""
     return tool_calls.parse(self.decode(ids))
 
+  @property
+  def gap(self) -> str:
+    """Text between those of two ids."""
+    return ""
+
   def token(self, index: int) -> str:
     """Returns the text of an id; a byte that is not ASCII as \\xNN."""
     if index >= self.vocab_size:

@@ -208,6 +208,11 @@ class HfChat:
     """Returns a decoder of one answer while it is sampled."""
     return text_decoder.TextDecoder(self._text_bytes)
 
+  @property
+  def gap(self) -> str:
+    """Text between those of two ids."""
+    return ""
+
   def token(self, index: int) -> str:
     """Returns the text of an id, special or not; invalid UTF-8 as \\xNN."""
     return self._bytes(index).decode("utf-8", "backslashreplace")

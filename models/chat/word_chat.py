@@ -103,6 +103,11 @@ class WordChat:
     """Returns the words as content; there are no tool calls."""
     return tool_calls.Answer(self.decode(ids))
 
+  @property
+  def gap(self) -> str:
+    """Text between those of two ids."""
+    return " "
+
   def token(self, index: int) -> str:
     """Returns the text of an id, special or not.
 

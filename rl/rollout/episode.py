@@ -109,6 +109,11 @@ class Chat(Protocol):
     """Returns one id as printable text."""
     ...
 
+  @property
+  def gap(self) -> str:
+    """Text between those of two ids: a space where ids are words, else ""."""
+    ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:

@@ -202,6 +202,11 @@ class World:
     """Returns the end of an answer."""
     return np.array([_STOP_ID], np.int32)
 
+  @property
+  def gap(self) -> str:
+    """Text between those of two ids."""
+    return " "
+
   def token(self, index: int) -> str:
     """Returns the number of the id."""
     return str(index)

@@ -163,7 +163,7 @@ function turnRow(turn, i, look) {
     `environment ${format(turn.env_s)} s`,
     ...(turn.reward ? [`reward ${format(turn.reward)}`] : []),
   ];
-  const gap = spaced([...turn.context, ...turn.words]);
+  const { gap } = look.detail;
   const trained = look.row.trained !== false;
   return el("div", { class: trained ? "turn trained" : "turn masked" },
     el("small", {}, `context ${i + 1}`,
@@ -176,11 +176,6 @@ function turnRow(turn, i, look) {
       wordsOf(turn.words, turn.ids, gap, look, "assistant",
         (word, id, k) => token(turn, word, id, k, look), "words"),
       el("small", {}, facts.join(" · "))));
-}
-
-// Words of a vocabulary need spaces between them, pieces of text do not.
-function spaced(words) {
-  return words.some((word) => /\S\s|\s\S/.test(word)) ? "" : " ";
 }
 
 function wordsOf(words, ids, gap, { isRaw }, role, make, name) {

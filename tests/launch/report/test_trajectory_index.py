@@ -102,6 +102,19 @@ def test_ids_stand_for_texts_that_an_older_file_lacks():
 
 
 @pytest.mark.parametrize(
+  ("fields", "gap"), [({}, " "), ({"gap": ""}, ""), ({"gap": "<b>"}, " ")]
+)
+def test_a_file_tells_the_text_between_two_words(fields, gap):
+  assert trajectory_index.shown(recorded(**fields), 6)["gap"] == gap
+
+
+def test_one_piece_of_text_tells_that_an_older_file_has_no_gaps():
+  data = recorded()
+  data["turns"][1] = data["turns"][1] | {"context_words": ["<b>", " ask"]}
+  assert trajectory_index.shown(data, 6)["gap"] == ""
+
+
+@pytest.mark.parametrize(
   "line",
   [
     b"",

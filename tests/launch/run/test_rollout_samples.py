@@ -3,13 +3,15 @@
 import json
 
 import numpy as np
+import pytest
 
 from launch.run import rollout_samples
-from models.chat import word_chat
+from models.chat import byte_chat, word_chat
 from rl.data import trajectory
 from rl.train import logprob_gap, trainer
 
 CHAT = word_chat.WordChat(("go", "on", "yes"))
+BYTES = byte_chat.ByteChat()
 GO, ON, YES = 3, 4, 5
 UNTRAINED = [None, None]
 
@@ -95,6 +97,12 @@ def test_every_id_stands_beside_its_word():
   assert first["words"] == ["yes", "<end>"]
   assert second["context_words"] == ["on", "<agent>"]
   assert second["words"] == ["yes"]
+
+
+@pytest.mark.parametrize(("chat", "gap"), [(CHAT, " "), (BYTES, "")])
+def test_the_text_between_two_words_stands_beside_them(chat, gap):
+  data = rollout_samples.readable(_group(0).trajectories[0], chat)
+  assert data["gap"] == gap
 
 
 def test_a_line_makes_the_trajectory_again(tmp_path):

@@ -479,6 +479,16 @@ def test_roles_and_tool_calls_have_parts_of_their_own(tmp_path, browser):
     assert "be good" not in browser.text("#detail .part.user")
 
 
+def test_pieces_of_text_have_no_gaps_in_any_turn(tmp_path, browser):
+  path = viewed_runs.run(tmp_path / "a")
+  row = viewed_runs.trajectory(0, 0, words=["an", "swer"], gap="")
+  viewed_runs.write_round(path, 1, [row])
+  with shown(tmp_path, browser) as address:
+    browser.open(f"{address}/#run?name=a")
+    browser.wait("document.querySelector('#detail .turn') !== null")
+    assert browser.text(".turn > div > .words") == "answer"
+
+
 def test_hostile_text_stays_text(tmp_path, browser):
   evil = viewed_runs.EVIL
   path = viewed_runs.run(tmp_path / "a", note=evil)
