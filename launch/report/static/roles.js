@@ -26,15 +26,17 @@ export function parts(words, gap, role) {
   }
   const found = [];
   let open = { from: 0, kind: role, label: "" };
-  const cut = (at, kind, label) => {
+  const cut = (place, kind, label) => {
+    // One token may hold the end of a mark and the beginning of the next.
+    const at = Math.max(place, open.from);
     if (at > open.from) found.push({ ...open, to: at });
     open = { from: at, kind, label };
   };
   let speaker = [role, ""];
   for (const mark of text.matchAll(MARKS)) {
     const [, chatml, llama, gemma, opens, closes] = mark;
-    const place = (offset) => firstFrom(starts, offset);
-    if (closes) cut(place(mark.index + mark[0].length), ...speaker);
+    const end = mark.index + mark[0].length;
+    if (closes) cut(firstFrom(starts, end), ...speaker);
     else if (opens) cut(containing(starts, mark.index), ...KINDS[opens]);
     else {
       const name = chatml ?? llama ?? gemma;

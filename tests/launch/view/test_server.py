@@ -489,6 +489,17 @@ def test_pieces_of_text_have_no_gaps_in_any_turn(tmp_path, browser):
     assert browser.text(".turn > div > .words") == "answer"
 
 
+def test_a_token_that_holds_two_marks_is_drawn_once(tmp_path, browser):
+  path = viewed_runs.run(tmp_path / "a")
+  words = ["<", "think", ">", "hm", "</", "think", "><", "tool", "_call", ">"]
+  row = viewed_runs.trajectory(0, 0, words=words, gap="")
+  viewed_runs.write_round(path, 1, [row])
+  with shown(tmp_path, browser) as address:
+    browser.open(f"{address}/#run?name=a")
+    browser.wait("document.querySelector('#detail .part') !== null")
+    assert browser.count(".turn > div > .words .token") == len(words)
+
+
 def test_hostile_text_stays_text(tmp_path, browser):
   evil = viewed_runs.EVIL
   path = viewed_runs.run(tmp_path / "a", note=evil)
