@@ -51,6 +51,7 @@ class ViewedRun:
     self._rounds: int | None = None
     self._seen: tuple[int, int] | None = None
     self._curve: tuple[Any, dict[str, Any]] | None = None
+    self._all_metrics: tuple[Any, dict[str, Any]] | None = None
 
   def rows(self) -> dict[int, dict[str, Any]]:
     """Returns the metrics by round, with those of evaluations after it.
@@ -91,6 +92,14 @@ class ViewedRun:
         },
       )
     return self._curve[1]
+
+  def all_metrics(self) -> dict[str, Any]:
+    """Returns all metrics over all axes; kept until there are more rows."""
+    rows = self.rows()
+    assert self._rows is not None
+    if self._all_metrics is None or self._all_metrics[0] != self._rows[0]:
+      self._all_metrics = self._rows[0], _all_metrics(rows)
+    return self._all_metrics[1]
 
   def frozen(self, metrics: Mapping[str, bool], most: int) -> dict[str, Any]:
     """Returns the curves of all metrics, and the last and best mean of each.
@@ -300,27 +309,7 @@ class RunsDirectory:
 
   def metrics_of(self, name: str) -> dict[str, Any]:
     """Returns all metrics of a run; KeyError if there is no such run."""
-    rows = self.look()[name].rows()
-    axes, keys = places(rows), _numeric(rows)
-    columns = {
-      key: thinning.values(
-        key,
-        [_number(rows[number].get(key)) for number in axes["rounds"]],
-        _MAX_POINTS,
-      )
-      for key in keys
-    }
-    return {
-      **{x: thinning.places(column, _MAX_POINTS) for x, column in axes.items()},
-      "metrics": columns,
-      "last": {
-        key: comparison.last_mean(
-          comparison.values_of(rows, key), comparison.width(key)
-        )
-        for key in keys
-      },
-      "meanings": metric_docs.explain(list(columns)),
-    }
+    return self.look()[name].all_metrics()
 
 
 def _directories(root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
@@ -350,6 +339,29 @@ def _subdirectories(directory: pathlib.Path) -> list[pathlib.Path]:
       ]
   except OSError:
     return []
+
+
+def _all_metrics(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+  axes, keys = places(rows), _numeric(rows)
+  columns = {
+    key: thinning.values(
+      key,
+      [_number(rows[number].get(key)) for number in axes["rounds"]],
+      _MAX_POINTS,
+    )
+    for key in keys
+  }
+  return {
+    **{x: thinning.places(column, _MAX_POINTS) for x, column in axes.items()},
+    "metrics": columns,
+    "last": {
+      key: comparison.last_mean(
+        comparison.values_of(rows, key), comparison.width(key)
+      )
+      for key in keys
+    },
+    "meanings": metric_docs.explain(list(columns)),
+  }
 
 
 def places(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -208,6 +208,15 @@ def test_a_run_that_grows_is_told_as_it_is_now(tmp_path):
   ]
 
 
+def test_all_metrics_of_a_run_are_the_same_until_it_grows(tmp_path):
+  path = viewed_runs.run(tmp_path / "a", 3) / "metrics.jsonl"
+  directory = runs.RunsDirectory(tmp_path)
+  before = directory.metrics_of("a")
+  assert directory.metrics_of("a") is before
+  viewed_runs.write_lines(path, viewed_runs.metrics(4))
+  assert directory.metrics_of("a")["rounds"] == [1, 2, 3, 4]
+
+
 def test_a_run_is_over_once_it_has_all_rounds(tmp_path):
   viewed_runs.run(tmp_path / "a", 3)
   viewed_runs.run(tmp_path / "b", 3)
