@@ -74,10 +74,32 @@ def read(
 
   Args:
     verdict: on its event log; None: the log is read.
-    log: False leaves the log out, which takes longest.
+    log: False leaves the log out, which takes longest; see `with_log`.
   """
-  notes: list[str] = []
+  run = _without_log(path)
+  return with_log(run, verdict) if log or verdict else run
 
+
+def with_log(
+  run: RunRecords, verdict: log_check.Verdict | None = None
+) -> RunRecords:
+  """Returns a run that was read without its log, and the verdict on that.
+
+  Args:
+    verdict: None: the log is read.
+  """
+  notes = [*run.notes]
+  if verdict is None:
+    verdict = _verdict(run.path, run.config, notes)
+  if verdict and verdict.deleted:
+    notes.append(f"{verdict.deleted}.")
+  if verdict and verdict.num_cut:
+    notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
+  return dataclasses.replace(run, verdict=verdict, notes=notes)
+
+
+def _without_log(path: pathlib.Path) -> RunRecords:
+  notes: list[str] = []
   try:
     config = run_files.settings(path)
   except untrusted_files.BadFile:
@@ -91,12 +113,6 @@ def read(
     for number, row in evaluations.items()
     if row.get("success") is None
   ]
-  if log and verdict is None:
-    verdict = _verdict(path, config, notes)
-  if verdict and verdict.deleted:
-    notes.append(f"{verdict.deleted}.")
-  if verdict and verdict.num_cut:
-    notes.append(f"events.jsonl: unreadable lines left out: {verdict.num_cut}.")
   spans = run_files.spans(path / "spans.jsonl", notes)
   metrics = [*map(_numbers, rounds.values())]
   notes += learning_section.crossings(metrics, config)
@@ -111,7 +127,7 @@ def read(
       if None not in map(row.get, ("success", "low", "high"))
     ],
     spans=spans,
-    verdict=verdict,
+    verdict=None,
     gaps=run_files.sample_gaps(
       path / "logprob_gap.jsonl", rounds.keys(), notes
     ),

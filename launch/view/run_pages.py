@@ -20,11 +20,11 @@ from rl.runtime import segments
 
 _REST = 10.0
 _MAX_KEPT = 4
+_LOG = "events.jsonl"
 _READ = (
   "config.json",
   "metrics.jsonl",
   "evaluations.jsonl",
-  "events.jsonl",
   "spans.jsonl",
   "logprob_gap.jsonl",
   workdir.WARM_START_LINES,
@@ -41,6 +41,7 @@ class _Kept:
     due_s: reading of the clock before which it is not read again.
     version: grows each time that it is read.
     rows: of each file of trajectories, with its stamp and the lines left out.
+    records: with their stamps, until the log of the run is read.
   """
 
   stamps: Any = None
@@ -51,6 +52,7 @@ class _Kept:
   rows: dict[int, tuple[Any, list[trajectory_index.Row], int]] = (
     dataclasses.field(default_factory=dict)
   )
+  records: tuple[Any, page.RunRecords] | None = None
 
 
 class RunPages:
@@ -70,7 +72,7 @@ class RunPages:
     kept = self._kept_of(path)
     if log or kept.stamps is not None:
       return self._read(path).data
-    run = page.read(path, log=False)
+    run = _records(kept, path)
     notes = [*run.notes, "The event log is being read."]
     return page.data(dataclasses.replace(run, notes=notes))
 
@@ -128,11 +130,12 @@ class RunPages:
 
   def _read(self, path: pathlib.Path) -> _Kept:
     kept = self._kept_of(path)
-    stamps = [_stamps(path / name) for name in _READ]
+    stamps = [_stamps(path / name) for name in (*_READ, _LOG)]
     if stamps == kept.stamps or self._clock() < kept.due_s:
       return kept
     start_s = self._clock()
-    run = page.read(path)
+    run = page.with_log(_records(kept, path))
+    kept.records = None  # The spans of a long run take much memory.
     now_s = self._clock()
     kept.data = page.data(run)
     used = run.verdict.census.used if run.verdict else {}
@@ -143,6 +146,14 @@ class RunPages:
     kept.stamps = stamps
     kept.due_s = now_s + _REST * (now_s - start_s)
     return kept
+
+
+def _records(kept: _Kept, path: pathlib.Path) -> page.RunRecords:
+  """Returns all of a run but its log, read once while nothing changes."""
+  stamps = [_stamps(path / name) for name in _READ]
+  if kept.records is None or kept.records[0] != stamps:
+    kept.records = stamps, page.read(path, log=False)
+  return kept.records[1]
 
 
 def _stamps(path: pathlib.Path) -> list[Any]:

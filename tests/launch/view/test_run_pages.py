@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.report import trajectory_index
+from launch.report import run_files, trajectory_index
 from launch.view import run_pages
 from tests.helpers import viewed_runs
 
@@ -37,6 +37,25 @@ def test_data_are_the_same_until_a_file_changes(run_dir):
   assert pages.data(run_dir) is before
   grow(run_dir)
   assert pages.data(run_dir)["metrics"]["round"][-1] == 5
+
+
+def test_a_page_that_waits_for_the_log_reads_the_rest_once(
+  run_dir, monkeypatch
+):
+  pages, read, counts = run_pages.RunPages(Hand()), run_files.spans, []
+  monkeypatch.setattr(
+    run_files, "spans", lambda *args: counts.append(1) or read(*args)
+  )
+  for _ in range(3):
+    first = pages.data(run_dir, log=False)
+    assert first["notes"][-1] == "The event log is being read."
+  with (run_dir / "events.jsonl").open("a") as file:
+    file.write("\n")
+  assert pages.data(run_dir)["ledger"] is not None
+  assert len(counts) == 1
+  grow(run_dir)
+  pages.data(run_dir)
+  assert len(counts) == 2
 
 
 def test_reading_takes_a_tenth_of_the_time_at_most(run_dir):
