@@ -67,7 +67,7 @@ class Phases:
     """Takes one event into account."""
     kind = event["kind"]
     if kind == "published":
-      self._published.append((event["version"], event["t"]))
+      self._published.append((int(event["version"]), event["t"]))
     elif kind == "dequeued":
       self._taken.append(event["t"])
     if kind not in _BEGINS and kind not in _ENDS:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import pathlib
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -54,7 +53,7 @@ class ComparedRun:
     values = [self.values[number] for number in sorted(self.values)]
     width = min(self.width, len(values))
     return [
-      statistics.fmean(values[end - width : end])
+      _mean(values[end - width : end])
       for end in range(max(width, 1), len(values) + 1)
     ]
 
@@ -130,7 +129,12 @@ def width(metric: str) -> int:
 def last_mean(values: Mapping[int, float], width: int = _LAST) -> float | None:
   """Returns the mean of the newest values by round; None without any."""
   newest = sorted(values)[-width:]
-  return statistics.fmean(map(values.__getitem__, newest)) if newest else None
+  return _mean([values[number] for number in newest]) if newest else None
+
+
+def _mean(values: Sequence[float]) -> float:
+  # Divided first, as a sum may be beyond a float where its values are not.
+  return math.fsum(x / len(values) for x in values)
 
 
 def values_of(

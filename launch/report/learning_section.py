@@ -74,8 +74,8 @@ def crossings(rows: run_files.Rows, config: Mapping[str, Any]) -> list[str]:
   """
   if "bounds" not in config:
     return []
-  data = {"class": "rl.loop.metric_bounds.MetricBounds", **config["bounds"]}
   try:
+    data = {"class": "rl.loop.metric_bounds.MetricBounds", **config["bounds"]}
     bounds = overrides.from_json(data).resolved(
       compute=config["model"]["compute"]["dtype"],
       published=config["publishing"]["dtype"],

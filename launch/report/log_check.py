@@ -369,10 +369,11 @@ def schedule_of(config: Mapping[str, Any]) -> tuple[overlap.Overlap, int]:
   """
   data = {"class": "rl.schedule.overlap.Overlap", **config["overlap"]}
   size = config.get("rollout", {}).get("group_size")
-  return (
-    overrides.from_json(data),
-    group_rollout.Rollout().group_size if size is None else size,
-  )
+  if size is None:
+    size = group_rollout.Rollout().group_size
+  if not isinstance(size, int):
+    raise ValueError(f"rollout.group_size={size!r} must be a count")
+  return overrides.from_json(data), size
 
 
 def read(

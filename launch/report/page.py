@@ -161,7 +161,7 @@ def _verdict(
   schedule, group_size = None, 0
   try:
     schedule, group_size = log_check.schedule_of(config)
-  except (LookupError, ValueError, TypeError):
+  except (LookupError, ValueError, TypeError, AttributeError):
     notes.append("config.json has no schedule to check the events against.")
   try:
     return log_check.read_whole(path, schedule, group_size)

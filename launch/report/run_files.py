@@ -161,10 +161,17 @@ def spans(path: pathlib.Path, notes: list[str]) -> RunSpans:
 
 
 def _spans(path: pathlib.Path, notes: list[str]) -> Iterator[trace.Span]:
-  fields = trace.Span.__annotations__
   kinds = {"track": str, "name": str, "start": float | int, "end": float | int}
   for row in lines(path, notes, **kinds):
-    yield trace.Span(**{name: row[name] for name in fields if name in row})
+    yield trace.Span(**{name: row[name] for name in kinds}, args=_args(row))
+
+
+def _args(row: Mapping[str, Any]) -> dict[str, trace.Arg]:
+  """Returns what a span may tell of its work, without what is none."""
+  args = row.get("args")
+  if not isinstance(args, dict):
+    return {}
+  return {k: x for k, x in args.items() if isinstance(x, int | float | str)}
 
 
 def sample_gaps(

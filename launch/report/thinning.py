@@ -43,4 +43,6 @@ def values(
 
 def _mean(values: Sequence[float | None]) -> float | None:
   known = [x for x in values if x is not None]
-  return float(f"{math.fsum(known) / len(known):.6g}") if known else None
+  # Divided first, as a sum may be beyond a float where its values are not.
+  mean = math.fsum(x / len(known) for x in known)
+  return float(f"{mean:.6g}") if known else None

@@ -33,6 +33,11 @@ def test_means_move_over_ten_rounds_or_all():
   assert (RUNS[3].last, RUNS[3].best(False)) == (None, None)
 
 
+def test_means_of_numbers_near_the_largest_are_finite():
+  # The sum of two would be beyond a float.
+  assert run("huge", [1.5e308] * 2).last == 1.5e308
+
+
 def test_the_best_comes_first_and_a_run_without_the_metric_last():
   names = [one.name for one in comparison.ranked(RUNS, less=False)]
   assert names == ["run_002", "run_001", "run_000", "run_003"]

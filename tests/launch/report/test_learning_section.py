@@ -60,6 +60,11 @@ def test_the_distance_to_the_sampler_is_that_of_the_latest_tokens():
   assert note == "nats a token, 1 version late; in a round at most 0.04"
 
 
+def test_bounds_of_another_type_are_said_to_be_none():
+  (line,) = learning_section.crossings([], {"bounds": 3})
+  assert line == "config.json has no bounds to compare the metrics with."
+
+
 def test_skipped_updates_are_complained_of_with_a_command(tmp_path):
   rows = [{"round": i, "skipped_updates": float(i > 1)} for i in (1, 2, 3)]
   for number in (2, 3):

@@ -73,6 +73,17 @@ def test_what_cannot_be_checked_ends_with_exit_code_2(run_dir, capsys):
   assert "rounds" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rollout", [{"group_size": "8"}, []])
+def test_a_group_size_of_another_type_is_refused_and_not_in_the_way_of_a_page(
+  run_dir, rollout
+):
+  data = {"overlap": overrides.to_json(SCHEDULE), "rollout": rollout}
+  (run_dir / "config.json").write_text(json.dumps(data))
+  with pytest.raises(log_check.UnreadableLog, match="should hold the schedule"):
+    log_check.of_run(run_dir)
+  assert "config.json has no schedule" in report_page.read(run_dir).notes[-1]
+
+
 @pytest.mark.process
 def test_a_check_and_a_page_are_not_asked_for_at_once(run_dir):
   both = [f"--check={run_dir}", f"--run={run_dir}"]

@@ -94,6 +94,15 @@ def test_spans_of_another_form_are_left_out(tmp_path):
   assert (spans.count, len(spans.middle)) == (1, 1)
 
 
+def test_of_a_span_only_numbers_and_texts_are_kept_as_arguments(tmp_path):
+  path = tmp_path / "spans.jsonl"
+  span = {"track": "host", "name": "publish", "start": 0, "end": 1}
+  args = {"version": {"x": 1}, "moved_bytes": 8}
+  _write_lines(path, [span | {"args": 5}, span | {"args": args}, span])
+  spans = run_files.spans(path, []).middle
+  assert [one.args for one in spans] == [{}, {"moved_bytes": 8}, {}]
+
+
 def test_numbers_beyond_a_float_are_none(tmp_path):
   path = tmp_path / "metrics.jsonl"
   big = "9" * 400

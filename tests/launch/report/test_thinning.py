@@ -30,6 +30,7 @@ def test_missing_values_are_left_out_of_means():
   # Pairs: none, one of two, both; a third is rounded to six digits.
   assert thinning.values("loss", column, 3) == [None, 1.0, 3.0]
   assert thinning.values("loss", [1.0, 0.0, 0.0], 1) == [0.333333]
+  assert thinning.values("loss", [1.5e308] * 2, 1) == [1.5e308]
 
 
 def test_nothing_has_no_points():
