@@ -288,27 +288,24 @@ def read_whole(
 
   Args and errors are those of `read`.
   """
-  # Counted first: a run that goes on writes both meanwhile.
-  rows = _num_rows(run_dir / "metrics.jsonl")
+  # Read first: a run that goes on writes both meanwhile.
+  newest = _newest_round(run_dir / "metrics.jsonl")
   verdict = read(run_dir / "events.jsonl", schedule, group_size)
   # Metrics are written a moment before the events of the same round.
-  if rows <= verdict.rounds + 1:
+  if newest <= verdict.rounds + 1:
     return verdict
   missing = (
-    f"the log ends in round {verdict.rounds}, but metrics.jsonl has {rows}: "
+    f"the log ends in round {verdict.rounds}, but metrics.jsonl has {newest}: "
     "lines are missing at its end"
   )
   return dataclasses.replace(verdict, violations=[*verdict.violations, missing])
 
 
-def _num_rows(metrics: pathlib.Path) -> int:
-  """Returns the whole lines of a file; 0 if it cannot be read."""
-  try:
-    # Opening a pipe would wait for somebody who writes to it.
-    with untrusted_files.open_regular(metrics) as file:
-      return sum(line.endswith(b"\n") for line in file)
-  except untrusted_files.BadFile:
-    return 0
+def _newest_round(metrics: pathlib.Path) -> int:
+  """Returns the largest round of a file; 0 without one."""
+  return max(
+    (row["round"] for row in run_files.lines(metrics, [], round=int)), default=0
+  )
 
 
 def promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:

@@ -319,9 +319,20 @@ def test_a_line_that_no_crash_has_cut_is_a_violation(run_dir):
   assert (found.num_cut, found.violations) == (1, [words])
 
 
+def _write_metrics(run_dir, rounds):
+  _write(run_dir / "metrics.jsonl", [{"round": i + 1} for i in range(rounds)])
+
+
+def test_stray_lines_of_metrics_are_not_blamed_on_the_log(run_dir):
+  _write_metrics(run_dir, 60)
+  with (run_dir / "metrics.jsonl").open("a") as file:
+    file.write('[1]\nnull\n{"rou\n{"round": "61"}\n')
+  assert log_check.of_run(run_dir).violations == []
+
+
 @pytest.mark.parametrize("kept", [0, 0.5])
 def test_a_log_that_ends_before_the_metrics_do_is_a_violation(run_dir, kept):
-  (run_dir / "metrics.jsonl").write_text("{}\n" * 60)
+  _write_metrics(run_dir, 60)
   assert log_check.of_run(run_dir).violations == []
   log = run_dir / "events.jsonl"
   lines = log.read_text().splitlines(keepends=True)
@@ -331,9 +342,7 @@ def test_a_log_that_ends_before_the_metrics_do_is_a_violation(run_dir, kept):
 
 
 def test_a_page_says_so_too(run_dir):
-  (run_dir / "metrics.jsonl").write_text(
-    "".join(json.dumps({"round": i}) + "\n" for i in range(1, 61))
-  )
+  _write_metrics(run_dir, 60)
   _write(run_dir / "events.jsonl", LOG[: len(LOG) // 2])
   verdict = report_page.read(run_dir).verdict
   assert verdict
@@ -343,14 +352,14 @@ def test_a_page_says_so_too(run_dir):
 def test_a_run_that_writes_while_its_log_is_read_has_lost_nothing(
   run_dir, monkeypatch
 ):
-  metrics, read = run_dir / "metrics.jsonl", log_check.read
+  read = log_check.read
 
   def slowly(*arguments):
     verdict = read(*arguments)
-    metrics.write_text("{}\n" * 70)
+    _write_metrics(run_dir, 70)
     return verdict
 
-  metrics.write_text("{}\n" * 60)
+  _write_metrics(run_dir, 60)
   monkeypatch.setattr(log_check, "read", slowly)
   assert log_check.of_run(run_dir).violations == []
 
