@@ -177,6 +177,7 @@ class _Run(progress_lib.RunObserver):
       experiment.max_skipped,
       experiment.resolved_bounds,
       experiment.overlap.max_staleness,
+      experiment.warm_start is not None,
     )
 
   async def train(self) -> int:

@@ -56,6 +56,7 @@ class RoundWarnings:
     max_in_a_row: int,
     bounds: metric_bounds.MetricBounds,
     max_staleness: int,
+    has_warm_start: bool,
   ):
     """Starts before the first round.
 
@@ -64,6 +65,7 @@ class RoundWarnings:
       max_in_a_row: rounds in a row that may train nothing because of faults.
       max_staleness: of the schedule; so many rounds can be trained while
         nothing is published.
+      has_warm_start: the run began with one.
     """
     self._monitor = metric_bounds.Monitor(bounds)
     self._run_dir = run_dir
@@ -71,6 +73,7 @@ class RoundWarnings:
     self._in_a_row = 0
     self._was_empty = self._was_flat = False
     self._max_staleness = max_staleness
+    self._has_warm_start = has_warm_start
     self._rounds_held = 0
     self.held = ""
     self.hopeless: Hopeless | None = None
@@ -101,11 +104,11 @@ class RoundWarnings:
       )
     elif is_empty and not self._was_empty:
       # Warn once: on a solved or too hard task every round looks like this.
-      lines.append(f"{start}: {_why_empty(metrics)}")
+      lines.append(f"{start}: {self._why_empty(metrics)}")
     elif is_flat and not (is_empty or self._was_flat):
       lines.append(
         f"round {metrics['round']:.0f} learned nothing from its rewards: "
-        f"{_equally_well(metrics)}"
+        f"{self._equally_well(metrics)}"
       )
     if fault is not None and self._in_a_row > self._max_in_a_row:
       self.hopeless = Hopeless(
@@ -163,29 +166,34 @@ class RoundWarnings:
       for path in kept
     ] or [start]
 
+  def _why_empty(self, metrics: Mapping[str, float]) -> str:
+    if metrics.get("zero_variance_groups"):
+      return self._equally_well(metrics)
+    return "no group has members with tokens and rewards to compare"
 
-def _why_empty(metrics: Mapping[str, float]) -> str:
-  if metrics.get("zero_variance_groups"):
-    return _equally_well(metrics)
-  return "no group has members with tokens and rewards to compare"
-
-
-def _equally_well(metrics: Mapping[str, float]) -> str:
-  groups = (
-    f"in {metrics['zero_variance_groups']:.0f} of {metrics['groups']:.0f} "
-    "groups all members did equally well"
-  )
-  match metrics.get("success"):
-    case 0.0:
-      why = (
-        "no episode succeeded, so the tasks are too hard; more "
-        "warm_start.steps help, or rewards for parts of a task"
-      )
-    case 1.0:
-      why = "all episodes succeeded, so the tasks are too easy; use harder ones"
-    case _:
-      why = (
-        "the tasks are too easy or too hard, or the policy has become certain, "
-        "against which algorithm.entropy_bonus helps"
-      )
-  return f"{groups}: {why}; told again only after a round that trains"
+  def _equally_well(self, metrics: Mapping[str, float]) -> str:
+    groups = (
+      f"in {metrics['zero_variance_groups']:.0f} of {metrics['groups']:.0f} "
+      "groups all members did equally well"
+    )
+    more = (
+      "more warm_start.steps help"
+      if self._has_warm_start
+      else "a warm start helps"
+    )
+    match metrics.get("success"):
+      case 0.0:
+        why = (
+          f"no episode succeeded, so the tasks are too hard; {more}, or "
+          "rewards for parts of a task"
+        )
+      case 1.0:
+        why = (
+          "all episodes succeeded, so the tasks are too easy; use harder ones"
+        )
+      case _:
+        why = (
+          "the tasks are too easy or too hard, or the policy has become "
+          "certain, against which algorithm.entropy_bonus helps"
+        )
+    return f"{groups}: {why}; told again only after a round that trains"

@@ -50,7 +50,7 @@ def _metrics(number, **changes):
 
 @pytest.fixture
 def warnings(tmp_path):
-  return round_warnings.RoundWarnings(tmp_path / "run", 2, BOUNDS, 1)
+  return round_warnings.RoundWarnings(tmp_path / "run", 2, BOUNDS, 1, True)
 
 
 def test_an_evaluation_of_faults_alone_names_the_most_frequent():
@@ -163,7 +163,7 @@ def test_each_skipped_update_has_the_command_that_looks_into_it(
     path = run_dir / "skipped" / name
     path.mkdir(parents=True)
     (path / "batches.npz").touch()
-  warnings = round_warnings.RoundWarnings(run_dir, 2, BOUNDS, 1)
+  warnings = round_warnings.RoundWarnings(run_dir, 2, BOUNDS, 1, True)
   metrics = _metrics(3, skipped_updates=2.0, trained_tokens=8.0)
   lines = warnings.after(metrics, [_group(OK, OK)])
   assert [line.rpartition(" ")[2] for line in lines] == [
@@ -191,6 +191,13 @@ def test_a_round_of_flat_groups_is_told_although_routers_were_trained(warnings):
   assert warnings.after(_metrics(2, **flat), []) == []
   assert warnings.after(_metrics(3, **mixed), []) == []
   assert len(warnings.after(_metrics(4, **flat), [])) == 1
+
+
+def test_a_run_without_a_warm_start_is_told_of_one(tmp_path):
+  warnings = round_warnings.RoundWarnings(tmp_path, 2, BOUNDS, 1, False)
+  flat = {"zero_variance_groups": 4.0, "groups": 4.0, "success": 0.0}
+  (line,) = warnings.after(_metrics(1, **flat), [])
+  assert "too hard; a warm start helps, or rewards for" in line
 
 
 @pytest.mark.parametrize(
