@@ -189,7 +189,10 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
     interval = f"held out; last {last['low']:.0%} to {last['high']:.0%}"
   wall, gaps = column("time_s"), column("logprob_gap_max")
   both = run.spans.work
-  busy = f"learner {both.first_s:,.0f} s, decode {both.second_s:,.0f} s busy"
+  busy = (
+    f"busy in the rounds: learner {both.first_s:,.0f} s, "
+    f"decode {both.second_s:,.0f} s"
+  )
   return [
     ("Success", success, interval),
     *warm_start_section.tiles(run.warm_start),

@@ -1,5 +1,6 @@
 // Draws the seconds that groups waited, played and queued, a bar each.
 
+import { legend } from "./chart.js";
 import { caption, el, format, scale, section, ticks } from "./dom.js";
 
 const PHASES = [
@@ -51,7 +52,8 @@ function drawGroups(figure, rows) {
         `${tick} s`));
   rows.forEach((row, i) =>
     groupBar(svg, row, i * step, step > 5 ? step - 2 : step - 0.5, x));
-  figure.replaceChildren(svg, caption(
-    "From submission on, in the order of the run: waited for a first token, " +
-    "played, queued, trained. Red: dropped."));
+  figure.replaceChildren(svg,
+    legend([...PHASES.map(([, meaning, shade]) => [meaning, `var(--${shade})`]),
+      ["dropped", "var(--bad)"]]),
+    caption("From submission on, in the order of the run."));
 }

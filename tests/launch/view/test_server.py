@@ -247,6 +247,14 @@ def test_the_page_of_a_run_has_its_parts(address, browser):
   assert browser.count("#timeline canvas[data-drawn]") == 1
   assert browser.count("#lags rect.bar")
   assert browser.count("#lengths rect.bar")
+  assert browser.text("#groups .legend").split("\n") == [
+    "waited for an engine",
+    "played",
+    "queued for the learner",
+    "trained",
+    "dropped",
+  ]
+  assert "Busy: any program of a mesh but compiling" in browser.text("#bubbles")
   assert "No episode ended in a fault." in browser.text("#faults")
 
 
