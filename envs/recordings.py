@@ -9,6 +9,7 @@ Messages are as in the OpenAI API, with `tool_calls` and `reasoning_content`.
 """
 
 import dataclasses
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ class _Recorded:
 
   Attributes:
     tools: the field with the tools of a conversation, where a row has any: JSON
-      schemas as in the OpenAI API.
+      schemas as in the OpenAI API, or the JSON text of each or of all.
     system: begins a conversation that has no system message.
     name: the first part of every task id.
   """
@@ -99,9 +100,10 @@ class _Recorded:
     return self.oracle(self.task(index, task.split), messages)
 
   def _tools(self, record: rows_lib.Record) -> Sequence[Mapping[str, Any]]:
-    tools = record.fields.get(self.tools) or ()
+    tools = _of_json(record.fields.get(self.tools)) or ()
     if isinstance(tools, str) or not isinstance(tools, Sequence):
       tools = (None,)
+    tools = [_of_json(tool) for tool in tools]
     for tool in tools:
       if not isinstance(tool, Mapping):
         raise ValueError(
@@ -194,6 +196,14 @@ class Pairs(_Recorded):
     return [
       tuple(base.Recording(record.place, x, tools, first=first) for x in pair)
     ]
+
+
+def _of_json(value: Any) -> Any:
+  """Returns the value of JSON text; anything else as it is."""
+  try:
+    return json.loads(value) if isinstance(value, str) else value
+  except (ValueError, RecursionError):
+    return value
 
 
 class _LastAnswer:

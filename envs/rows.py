@@ -276,7 +276,23 @@ def _read_parquet(file: str) -> list[Record]:
       rows = parquet.read_table(opened).to_pylist()
   except pyarrow.ArrowException as error:
     raise ValueError(f"{file} is no Parquet file: {error}") from error
-  return [Record(f"{file}: row {n}", row) for n, row in enumerate(rows, 1)]
+  return [
+    Record(
+      f"{file}: row {n}", {name: _given(value) for name, value in row.items()}
+    )
+    for n, row in enumerate(rows, 1)
+  ]
+
+
+def _given(value: Any) -> Any:
+  """Returns a value without the members that its structs lack.
+
+  All structs of a column have the same members, those that a row did not name
+  as nulls: of a tool, say, the arguments of all other tools.
+  """
+  if isinstance(value, dict):
+    return {k: _given(v) for k, v in value.items() if v is not None}
+  return [*map(_given, value)] if isinstance(value, list) else value
 
 
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

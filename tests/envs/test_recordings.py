@@ -5,7 +5,9 @@ import functools
 import json
 import pickle
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from envs import base, recordings, rows
 
@@ -55,6 +57,37 @@ def test_a_chat_is_read_with_its_calls_and_tools(of):
     base.Message("tool", "1", tool_call_id="1"),
     base.Message("assistant", "ho"),
   ]
+
+
+@pytest.mark.parametrize(
+  "shape",
+  [lambda x: x, json.dumps, lambda x: [*map(json.dumps, x)]],
+  ids=["schemas", "text", "texts"],
+)
+def test_rows_of_parquet_are_read_as_those_of_json(of, tmp_path, shape):
+  table = []
+  for name, arguments in [("weather", {"city": "Ulm"}), ("add", {"x": [1, 2]})]:
+    named = {key: {"type": "string"} for key in arguments}
+    tool = {"name": name, "parameters": {"properties": named}}
+    function = {"name": name, "arguments": arguments}
+    asked = SAID | {"tool_calls": [{"function": function}]}
+    tools = [{"type": "function", "function": tool}]
+    table.append(
+      {"messages": [USER, asked, RESULT, SAID], "tools": shape(tools)}
+    )
+  path = str(tmp_path / "chats.parquet")
+  parquet.write_table(pyarrow.Table.from_pylist(table), path)
+  found = [
+    [
+      (one.messages, one.tools)
+      for (one,) in recordings.Chats(rows=data).examples("train")
+    ]
+    for data in (of(*table), rows.Rows(data=path, eval_data=path))
+  ]
+  # A struct of Parquet has the members of all: city and x, here and there.
+  assert found[0] == found[1]
+  (call,) = found[1][0][0][1].tool_calls
+  assert call == base.ToolCall("weather", '{"city": "Ulm"}')
 
 
 def test_each_answer_may_be_an_example_of_its_own(of):
