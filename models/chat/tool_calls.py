@@ -104,6 +104,19 @@ def write(answer: Answer) -> str:
   return "".join(pieces)
 
 
+def after_prompt(text: str, *, thinking: bool) -> str:
+  """Returns a written answer as it follows a prompt.
+
+  Args:
+    thinking: the prompt has opened the thinking, which the answer closes, also
+      where it has none.
+  """
+  if not thinking:
+    return text
+  reasoning, rest = _split_thinking(text, False)
+  return f"{reasoning}\n{_THINK_END}\n\n{rest}"
+
+
 def _split_thinking(text: str, thinking: bool) -> tuple[str, str]:
   """Returns (reasoning, the text after it)."""
   opened = text.lstrip()

@@ -275,7 +275,7 @@ def as_message(answer: tool_calls.Answer) -> base.Message:
 
 
 def as_text(answer: str | base.Message, given_by: str = "it") -> str:
-  """Returns an answer as a model writes it, so that a chat parses it again.
+  """Returns an answer as a model writes it, with the thinking that it opens.
 
   Raises:
     Fault: it is none; names the method that returned it.
@@ -298,10 +298,15 @@ def given_answer(
 ) -> contract.Completion:
   """Returns an answer that no model sampled: its log-probabilities are 0.
 
+  The chat parses it as `answer` again, also where its prompt opens the
+  thinking.
+
   Args:
     max_tokens: cuts it where an engine would; None leaves it whole.
   """
-  ids = np.asarray(chat.encode_answer(as_text(answer)), np.int32)
+  thinks = getattr(chat, "thinks", False)
+  text = tool_calls.after_prompt(as_text(answer), thinking=thinks)
+  ids = np.asarray(chat.encode_answer(text), np.int32)
   tokens = ids[:max_tokens]
   return contract.Completion(
     tokens=tokens,

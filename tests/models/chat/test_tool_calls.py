@@ -46,8 +46,19 @@ def test_an_answer_is_taken_apart():
     ),
   ],
 )
-def test_a_written_answer_is_read_as_it_was(answer):
-  assert tool_calls.parse(tool_calls.write(answer)) == answer
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_written_answer_is_read_as_it_was(answer, thinking):
+  text = tool_calls.after_prompt(tool_calls.write(answer), thinking=thinking)
+  assert tool_calls.parse(text, thinking=thinking) == answer
+
+
+def test_an_answer_closes_the_thinking_that_its_prompt_has_opened():
+  for text, wanted in [
+    ("5", "\n</think>\n\n5"),
+    ("<think>\nhm\n</think>\n\n5", "hm\n</think>\n\n5"),
+  ]:
+    assert tool_calls.after_prompt(text, thinking=True) == wanted
+    assert tool_calls.after_prompt(text, thinking=False) == text
 
 
 def test_a_call_is_written_as_qwen3_writes_it():

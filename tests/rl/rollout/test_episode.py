@@ -334,6 +334,27 @@ class Calculator:
     pass
 
 
+@pytest.mark.parametrize("opens", ["", "<think>\n"])
+def test_a_given_answer_is_parsed_as_it_was_given(opens):
+  chat = hf_chat.HfChat.load(chat_messages.GOLDEN)
+  prompt = f"{{% if add_generation_prompt %}}{opens}{{% endif %}}"
+  template = dataclasses.replace(
+    chat.template, source=chat.template.source + prompt
+  )
+  chat = dataclasses.replace(chat, template=template)
+  assert chat.thinks == bool(opens)
+  call = base.ToolCall("add", '{"a": 2}')
+  for given in (
+    base.Message("assistant", "5"),
+    base.Message("assistant", "5", reasoning="a sum"),
+    base.Message("assistant", "", (call,)),
+  ):
+    tokens = episode.given_answer(chat, given).tokens
+    assert episode.as_message(chat.parse(tokens)) == given
+  tokens = episode.given_answer(chat, "5").tokens
+  assert chat.parse(tokens).content == "5"
+
+
 def test_tools_are_shown_called_and_counted():
   chat = hf_chat.HfChat.load(chat_messages.GOLDEN)
   call = base.ToolCall("add", '{"a": 2, "b": 3}')
