@@ -31,6 +31,7 @@ from models.chat import message as message_lib
 from models.chat import template as template_lib
 
 _OURS = pathlib.Path(__file__).parents[1] / "hf" / "tiny"
+_CALL = tool_calls.Call("f", '{"a": 1}')
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip")
 _MOST_STEPS = 8
@@ -140,9 +141,13 @@ class HfChat:
       prompt: false ends them before the template opens that answer.
 
     Raises:
-      ValueError: a message cannot be encoded, or the template rejects it.
+      ValueError: a message cannot be encoded, the template rejects it, or calls
+        as the template writes them are not read here.
     """
-    return self._encode(self.template.render(messages, tools, prompt=prompt))
+    text = self.template.render(messages, tools, prompt=prompt)
+    if tools:
+      self._check_calls()
+    return self._encode(text)
 
   def append(
     self, messages: Iterable[message_lib.ChatMessage], answer_ended: bool = True
@@ -216,6 +221,23 @@ class HfChat:
   def token(self, index: int) -> str:
     """Returns the text of an id, special or not; invalid UTF-8 as \\xNN."""
     return self._bytes(index).decode("utf-8", "backslashreplace")
+
+  def _check_calls(self) -> None:
+    """Raises ValueError unless the template's calls are read here."""
+    if self._unread_call:
+      raise ValueError(
+        f"{self._unread_call!r:.300}: so the chat template writes a call of a "
+        "tool, which is not read here; use tools=(), or a model that writes it "
+        f"as {tool_calls.write(tool_calls.Answer('', (_CALL,)))!r}"
+      )
+
+  @functools.cached_property
+  def _unread_call(self) -> str:
+    """The text of a call where `parse` does not find it in there."""
+    # Templates of Mistral demand an id of nine characters.
+    written = self.template.calling(dataclasses.replace(_CALL, id="call00001"))
+    text = self.decode(self._encode(written))
+    return "" if _CALL in tool_calls.parse(text).tool_calls else text
 
   def _text_bytes(self, index: int) -> bytes:
     return b"" if index in self._controls else self._bytes(index)

@@ -41,6 +41,7 @@ class Rewritten(ValueError):
 class _Sample:
   role: str
   content: str
+  tool_calls: Sequence[Any] = ()
 
 
 _QUESTION = _Sample("user", "1")
@@ -246,6 +247,17 @@ class ChatTemplate:
   ) -> str:
     conversation = [*before, _Sample("assistant", _ANSWER), *messages]
     return self.render(conversation, tools, prompt=prompt).partition(_ANSWER)[2]
+
+  def calling(self, call: Any) -> str:
+    """Returns the text of an answer that calls a tool, with marks.
+
+    Raises:
+      ValueError: the template rejects it.
+    """
+    answer = _Sample("assistant", "", (call,))
+    asked = self.render([_QUESTION], (_TOOL,), prompt=False)
+    whole = self.render([_QUESTION, answer], (_TOOL,), prompt=False)
+    return whole.removeprefix(asked)
 
   def split(self, text: str) -> list[str]:
     """Returns texts without marks; every second one is a control token."""

@@ -248,6 +248,25 @@ def test_sampled_ids_are_parsed():
   assert CHAT.parse(cut).content.endswith('"x": "\ufffd')
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def test_tools_are_refused_where_calls_are_not_read(directory):
+  path = directory / "chat_template.jinja"
+  source = path.read_text("utf-8")
+  # As in Llama's templates.
+  assert source.count('", "arguments": ') == 1
+  path.write_text(source.replace('", "arguments": ', '", "parameters": '))
+  chat, question = load(directory), GoldenMessage("user", "?")
+  with pytest.raises(ValueError, match=r'"parameters".* is not read here; use'):
+    chat.open([question], [TOOL])
+  # They may be trained, and nothing else changes.
+  call = tool_calls.Call("f", "{}")
+  said = [question, GoldenMessage("assistant", "", (call,))]
+  assert len(chat.answers(said, [TOOL])) == 1
+  assert chat.open([question]).tolist() == CHAT.open([question]).tolist()
+
+
 def test_a_prompt_that_opens_the_thinking_is_known(directory):
   assert not CHAT.thinks
   path = directory / "chat_template.jinja"
