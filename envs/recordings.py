@@ -101,6 +101,11 @@ class _Recorded:
 
   def _tools(self, record: rows_lib.Record) -> Sequence[Mapping[str, Any]]:
     tools = _of_json(record.fields.get(self.tools)) or ()
+    if not tools and record.fields.get("functions"):
+      raise ValueError(
+        f"{record.place}: field 'functions' is not read; use {self.tools!r}: "
+        'a list of {"type": "function", "function": ..}'
+      )
     if isinstance(tools, str) or not isinstance(tools, Sequence):
       tools = (None,)
     tools = [_of_json(tool) for tool in tools]

@@ -78,6 +78,8 @@ class Record:
     try:
       messages = [*before, *_messages(value)]
       check(messages)
+      if role == "assistant":
+        _check_weights(value)
     except ValueError as error:
       raise ValueError(f"{self.place}: field {name!r}: {error}") from error
     return messages
@@ -298,6 +300,16 @@ def _given(value: Any) -> Any:
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
+_FIELDS = {
+  *("role", "content", "tool_calls", "reasoning_content", "reasoning"),
+  *("name", "tool_call_id", "weight", "id", "annotations"),
+}
+_INSTEAD = {
+  "function_call": "; use tool_calls",
+  "thinking": "; use reasoning_content",
+}
+
+
 def _messages(value: Any) -> list[base.Message]:
   if not isinstance(value, Sequence) or not value:
     raise ValueError(f"{value!r:.60} is no list of messages")
@@ -318,6 +330,7 @@ def _message(item: Any) -> base.Message:
       f"{item!r:.60} is no message: it needs a role, one of "
       f"{', '.join(base.OPENAI_ROLES)}, and a content that is text"
     )
+  _check_fields(said)
   if calls and (role != "assistant" or not isinstance(calls, Sequence)):
     raise ValueError(
       f"{item!r:.60}: tool_calls must be a list, of a message of the assistant"
@@ -335,6 +348,27 @@ def _message(item: Any) -> base.Message:
       )
     ),
   )
+
+
+def _check_fields(said: Mapping[str, Any]) -> None:
+  """Checks that a message has nothing that would be left out."""
+  for name, value in said.items():
+    if name not in _FIELDS and value not in (None, "", [], {}):
+      instead = _INSTEAD.get(name, "; leave it out if it has no effect")
+      raise ValueError(
+        f"{name}={value!r:.60} of a message is not read here{instead}"
+      )
+
+
+def _check_weights(value: Sequence[Mapping[str, Any]]) -> None:
+  """Checks that all answers are to be trained alike."""
+  for said in value:
+    weight = said.get("weight")
+    if said["role"] == "assistant" and weight not in (None, 1):
+      raise ValueError(
+        f"weight={weight!r:.60} of an answer: all are trained alike; give rows "
+        "of a prompt and a completion, whose prompt is not trained"
+      )
 
 
 def _part(part: Any) -> str:

@@ -120,6 +120,16 @@ def test_of_a_prompt_and_its_completion_the_latter_is_trained(
   assert found.messages[-1] == base.Message("assistant", "ho")
 
 
+def test_fields_that_say_nothing_are_no_fault(of):
+  empty = {"refusal": None, "annotations": [], "audio": {}, "function_call": ""}
+  # What is not trained may have any weight.
+  prompt = [USER, SAID | {"weight": 0}, USER]
+  row = {"prompt": prompt, "completion": [SAID | empty | {"weight": 1}]}
+  source = recordings.Chats(rows=of(row), prompt="prompt")
+  ((found,),) = source.examples("train")
+  assert found.messages[-1] == base.Message("assistant", "ho")
+
+
 def test_content_may_be_in_parts_and_a_developer_is_the_system(of):
   parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
   told = {"role": "developer", "content": "Be brief."}
@@ -200,6 +210,16 @@ def test_a_chat_whose_turns_are_wrong_is_named(of, messages, told):
       recordings.Chats,
       {"messages": [USER, SAID], "tools": ["f"]},
       "field 'tools' must be a list of JSON schemas",
+    ),
+    (
+      recordings.Chats,
+      {"messages": [USER, SAID], "functions": [{"name": "f"}]},
+      "field 'functions' is not read; use 'tools'",
+    ),
+    (
+      recordings.Chats,
+      {"messages": [USER, SAID | {"weight": 0}, USER, SAID]},
+      "field 'messages': weight=0 of an answer",
     ),
     (
       functools.partial(recordings.Chats, prompt="prompt"),

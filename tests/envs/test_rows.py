@@ -239,6 +239,14 @@ def test_a_field_that_is_missing_or_null_is_named_with_its_line(file):
     (["x"], "'x' is no message"),
     ([{"role": ["user"], "content": "x"}], "is no message"),
     (
+      [{"role": "assistant", "content": "", "function_call": {"name": "f"}}],
+      "function_call=.* is not read here; use tool_calls",
+    ),
+    (
+      [{"role": "user", "content": "x", "train": False}],
+      "train=False of a message is not read here; leave it out",
+    ),
+    (
       [{"role": "user", "content": [{"type": "image_url"}]}],
       "'image_url'} is no part of text",
     ),
