@@ -86,7 +86,10 @@ class HfChat:
   @classmethod
   def _of(cls, files: "_Files", variables: dict[str, Any]) -> "HfChat":
     control = _control(_tokenizer(files.tokenizer))
-    named = tuple((_special_names(files.settings) | variables).items())
+    special = _special_names(files.settings)
+    if "bos_token" not in files.settings:
+      special["bos_token"] = template_lib.Unnamed(name="bos_token")
+    named = tuple((special | variables).items())
     try:
       template = template_lib.ChatTemplate(
         files.template, tuple(control), named
@@ -301,7 +304,7 @@ class _Files(NamedTuple):
   """The content of a directory that a chat needs.
 
   Attributes:
-    settings: tokenizer_config.json.
+    settings: tokenizer_config.json, above special_tokens_map.json.
     template_name: its file.
     ends: the name of each file with an eos_token_id, and its value.
   """
@@ -321,7 +324,10 @@ class _Files(NamedTuple):
       )
     text = untrusted_files.read_text(path, untrusted_files.MAX_TOKENIZER_BYTES)
     untrusted_files.parse_json(text, path.name)
-    settings = _json(root / "tokenizer_config.json")
+    settings = {
+      **_json(root / "special_tokens_map.json"),
+      **_json(root / "tokenizer_config.json"),
+    }
     names = ("generation_config.json", "config.json")
     ends = [[name, _json(root / name).get("eos_token_id")] for name in names]
     return cls(text, settings, *_template(root, settings), ends)

@@ -37,6 +37,16 @@ class Rewritten(ValueError):
   """A template writes an earlier turn otherwise once others follow."""
 
 
+class Unnamed(jinja2.Undefined):
+  """A variable that a template may ask for, and must not write."""
+
+  def __str__(self) -> NoReturn:
+    raise jinja2.UndefinedError(
+      f"it writes {self._undefined_name}, which no file of the tokenizer "
+      "names; name it in tokenizer_config.json, or null where there is none"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sample:
   role: str

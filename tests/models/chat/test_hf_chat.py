@@ -342,6 +342,33 @@ def test_templates_know_special_tokens_by_name(directory):
   assert ids == named + CHAT.open([GoldenMessage("user", "?")]).tolist()
 
 
+def test_special_tokens_may_be_named_in_a_file_of_their_own(directory):
+  path = directory / "chat_template.jinja"
+  path.write_text("{{ bos_token }}" + path.read_text("utf-8"), "utf-8")
+  told = "it writes bos_token, which no file of the tokenizer names"
+  with pytest.raises(ValueError, match=told):
+    load(directory)
+  edit(directory / "special_tokens_map.json", bos_token={"content": "<think>"})
+  question = [GoldenMessage("user", "?")]
+  asked = CHAT.open(question).tolist()
+  named = [*text_ids("<think>"), *asked]
+  assert load(directory).open(question).tolist() == named
+  # tokenizer_config.json counts first, and may say that there is none.
+  edit(directory / "tokenizer_config.json", bos_token=None)
+  assert load(directory).open(question).tolist() == asked
+
+
+@pytest.mark.parametrize("asks", ["if bos_token", "if bos_token is defined"])
+def test_a_template_may_ask_for_a_token_that_is_not_named(directory, asks):
+  path = directory / "chat_template.jinja"
+  start = f"{{% {asks} %}}{{{{ bos_token }}}}{{% endif %}}"
+  path.write_text(start + path.read_text("utf-8"), "utf-8")
+  chat = load(directory)
+  question = [GoldenMessage("user", "?")]
+  assert chat.open(question).tolist() == CHAT.open(question).tolist()
+  assert pickle.loads(pickle.dumps(chat)) == chat
+
+
 @pytest.mark.parametrize(
   ("name", "text", "message"),
   [
