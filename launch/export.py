@@ -17,8 +17,10 @@ from absl import flags as absl_flags
 
 from launch.cli import flags, known_programs, steps, workdir
 from launch.run import load_run
+from models import config as config_lib
 from models import lora
 from models.chat import word_chat
+from models.hf import config as hf_config
 from models.hf import export, peft
 from rl import experiment as experiment_lib
 from rl.rollout import chats, episode
@@ -107,6 +109,22 @@ def _tokenizer_of(
   return run_dir / chats.KEPT
 
 
+def _with_length(
+  model: config_lib.ModelConfig, initial: str | None
+) -> config_lib.ModelConfig:
+  """Returns the model with the context of its initial one, if that is longer.
+
+  A run may be shorter than what its model takes.
+  """
+  if initial is None:
+    return model
+  try:
+    length = hf_config.load(initial, model.compute).max_length
+  except ValueError:  # It may be gone: a run does not need it any more.
+    return model
+  return dataclasses.replace(model, max_length=max(length, model.max_length))
+
+
 async def _export(
   experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path,
@@ -117,7 +135,8 @@ async def _export(
   report("loading the weights")
   async with load_run.restored(experiment, run_dir) as (parts, found):
     report("writing the weights")
-    model, params = experiment.model, found.state.params
+    model = _with_length(experiment.model, experiment.initial)
+    params = found.state.params
     with flags.exit_on_setting_error():
       if _ADAPTER.value:
         peft.export(target, params, model, experiment.initial)

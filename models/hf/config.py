@@ -115,9 +115,9 @@ def load(
 def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   """Returns a config.json that transformers reads from 4.51 on.
 
-  `load` reads an equal config from it, up to `compute` and `lora`. With
-  Yarn, transformers before 5 puts max_length / original_max_length in the
-  place of `factor`; make them equal for its sake.
+  `load` reads an equal config from it, up to `compute` and `lora`, and a
+  larger `max_length` with Yarn: transformers before 5 puts the quotient of
+  max_length and original_max_length in the place of `factor`.
   """
   sparse = config.num_experts > 0
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
@@ -132,6 +132,11 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
     **(_MUST_BE if config.qk_norm else _MUST_BE | _MUST_BE_LLAMA),
     **{name: getattr(config, field) for name, field in names.items()},
   }
+  if isinstance(config.rope_scaling, rope.Yarn):
+    scaled = (
+      config.rope_scaling.factor * config.rope_scaling.original_max_length
+    )
+    data["max_position_embeddings"] = max(config.max_length, round(scaled))
   if sparse:
     data["decoder_sparse_step"] = 1
     data["mlp_only_layers"] = list(config.dense_layers)

@@ -83,12 +83,18 @@ def test_the_newest_checkpoint_is_written(run, tmp_path):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
-  """A run that trains adapters."""
+  """A run that trains adapters, of a model that takes 999 tokens."""
+  source = tmp_path_factory.mktemp("models") / "source"
   directory = tmp_path_factory.mktemp("runs") / "adapted"
   settings = flags.load(
     str(commands.ROOT / commands.CONFIG),
-    CHANGES | {"model.lora": "lora(rank=2)"},
+    CHANGES | {"model.lora": "lora(rank=2)", "initial": str(source)},
   )
+  # Fresh adapters add nothing: these are the frozen parameters of the run.
+  programs = assemble.build(settings).programs
+  fresh = initial_state.fresh_state(programs, settings.seed).params
+  model = dataclasses.replace(settings.model, lora=None, max_length=999)
+  export.export(source, lora.merge(fresh, settings.model.lora), model)
   # Fresh adapters add nothing, which would look like no adapters.
   return directory, saved_run(directory, settings, 0.1), settings.model
 
@@ -100,7 +106,9 @@ def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
     where = [f"--run={directory}", f"--directory={target}"]
     result = commands.run("launch.export", *where, *more)
     assert result.returncode == 0, result.stderr
-  loaded = load.load(whole, hf_config.load(whole))
+  found = hf_config.load(whole)
+  assert found.max_length == 999 > model.max_length
+  loaded = load.load(whole, found)
   merged = lora.merge(jax.device_put(params), model.lora)
   assert jax.tree.all(jax.tree.map(np.array_equal, loaded, merged))
   loaded = peft.load(adapter, model)

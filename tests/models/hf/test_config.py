@@ -166,6 +166,14 @@ def test_what_is_written_is_read_back(config, tmp_path):
   assert read(tmp_path, hf_config.to_hf(config)) == config
 
 
+def test_a_shorter_context_keeps_the_factor_of_yarn(tmp_path):
+  # transformers 4 computes it as 64 / 16.
+  scaling = rope.Yarn(factor=4.0, original_max_length=16)
+  config = config_lib.tiny(max_length=32, rope_scaling=scaling, compute=FLOAT32)
+  back = read(tmp_path, hf_config.to_hf(config))
+  assert back == dataclasses.replace(config, max_length=64)
+
+
 def test_any_computation_can_be_asked_for(tmp_path):
   (tmp_path / "config.json").write_text(
     json.dumps(DENSE | {"torch_dtype": "float16"})
