@@ -189,8 +189,8 @@ class HfChat:
     Raises:
       ValueError: as `template.ChatTemplate.answers`.
     """
-    end = self._controls[self.stop_ids[0]]
-    texts = self.template.answers(messages, tools, end=end, first=first)
+    ends = [self._controls[i] for i in self.stop_ids]
+    texts = self.template.answers(messages, tools, ends=ends, first=first)
     return [(self._encode(asked), self._encode(said)) for asked, said in texts]
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:

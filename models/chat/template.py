@@ -148,7 +148,7 @@ class ChatTemplate:
     messages: Sequence[ChatMessage],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
-    end: str,
+    ends: Sequence[str],
     first: int = 0,
   ) -> list[tuple[str, str]]:
     """Returns each answer of a conversation after the text before it.
@@ -157,7 +157,8 @@ class ChatTemplate:
     answer: as it is written at once, and turn by turn.
 
     Args:
-      end: `end_of_turn()`, with which each answer ends.
+      ends: control tokens that end an answer; `end_of_turn()` comes first, and
+        some templates write another behind calls.
       first: answers of earlier messages belong to the text before.
 
     Raises:
@@ -173,14 +174,14 @@ class ChatTemplate:
       asked = self.render(messages[:i], tools, prompt=True)
       if found:
         between = self.after_answer(messages[previous + 1 : i], prompt=True)
-        asked = whole[:start] + between.removeprefix(end)
+        asked = whole[:start] + between.removeprefix(ends[0])
       if not whole.startswith(asked):
         raise Rewritten(
           f"message {i}: the chat template writes what is before this answer "
           "otherwise when the answer is there than when it is asked for"
         )
       stops = self._controls.finditer(whole, len(asked))
-      stop = next((m.end() for m in stops if m[0] == end), len(whole))
+      stop = next((m.end() for m in stops if m[0] in ends), len(whole))
       answer = whole[len(asked) : stop]
       self._check_whole(answer, message, i)
       found.append((asked[start:], answer))

@@ -114,6 +114,29 @@ def test_given_answers_lie_where_transformers_writes_them(name):
   assert [*context, *answer] == ids
 
 
+def test_an_answer_may_end_with_another_stop_token(directory):
+  # As in Llama 3.1: <|eom_id|> behind calls.
+  path = directory / "chat_template.jinja"
+  source = path.read_text("utf-8")
+  end = "{{- '<|im_end|>' -}}"
+  assert source.count(end) == 1
+  other = "'<|endoftext|>' if message.tool_calls else '<|im_end|>'"
+  path.write_text(source.replace(end, f"{{{{- {other} -}}}}"), "utf-8")
+  call = tool_calls.Call("f", "{}")
+  said = [
+    GoldenMessage("user", "?"),
+    GoldenMessage("assistant", "", (call,)),
+    GoldenMessage("tool", "1"),
+    GoldenMessage("assistant", "So."),
+  ]
+  chat = load(directory)
+  ((_, alone),) = chat.answers(said[:2])
+  (_, called), (result, _) = chat.answers(said)
+  for answer in (alone, called):
+    assert answer.tolist().index(TEXT_END) == len(answer) - 1
+  assert result.tolist() == chat.append(said[2:3]).tolist()
+
+
 def test_an_answer_that_spells_its_end_has_one_end():
   said = [GoldenMessage("user", "x"), GoldenMessage("assistant", "<|im_end|>y")]
   ((_, answer),) = CHAT.answers(said)
