@@ -253,7 +253,10 @@ class HfChat:
     token = _tokenizer(self.tokenizer).id_to_token(index)
     if token is None:
       return f"<id {index}>".encode()
-    return bytes(_BYTES[character] for character in token)
+    try:
+      return bytes(_BYTES[character] for character in token)
+    except KeyError:  # A token that stands for its text, and not for bytes.
+      return token.encode()
 
   def _encode(self, text: str) -> Int32[np.ndarray, " P"]:
     control = _control(_tokenizer(self.tokenizer))

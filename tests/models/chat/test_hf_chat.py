@@ -474,6 +474,20 @@ def test_settings_that_cut_texts_short_are_not_obeyed(directory):
   assert ids.tolist() == CHAT.open(question).tolist()
 
 
+def test_a_token_that_stands_for_no_bytes_is_its_text(directory):
+  word = "\u65e5\u672c"
+  path = directory / "tokenizer.json"
+  data = json.loads(path.read_text("utf-8"))
+  new = max(data["model"]["vocab"].values()) + 1
+  data["model"]["vocab"][word] = new
+  data["added_tokens"] = [x for x in data["added_tokens"] if x["id"] < new]
+  path.write_text(json.dumps(data), "utf-8")
+  chat = load(directory)
+  assert chat.token(new) == chat.decode([new]) == word
+  assert chat.pieces()[new] == word.encode()
+  assert chat.decoder().feed([new]) == word
+
+
 SPLIT_FOR_EVER = {
   "type": "Sequence",
   "pretokenizers": [
