@@ -128,9 +128,12 @@ class TensorFiles:
   def _open(self, file: str) -> list[str]:
     """Opens a file and returns the names of its tensors; none if it cannot."""
     path = self.directory / file
-    if not path.exists():
-      self.problems.append(f"{file} does not exist")
-      return []
+    try:
+      if not path.exists():
+        self.problems.append(f"{file} does not exist")
+        return []
+    except OSError:  # Reading it says why.
+      pass
     try:
       text = _header_text(path)
       handle = safetensors.safe_open(path, framework="numpy")

@@ -153,6 +153,14 @@ def test_a_file_that_is_missing_from_the_index_is_named(several):
   assert problems(several) == [f"{TWO} is missing from {INDEX}"]
 
 
+def test_a_name_that_no_file_can_have_is_a_problem(several):
+  place(several, {"a": ONE, "b": ONE, "c": "x" * 300})
+  with safetensors_io.TensorFiles(several) as files:
+    (problem,) = [text for text in files.problems if "x" * 300 in text]
+    assert files.unread == {"c"}
+  assert "cannot be read: File name too long" in problem
+
+
 @pytest.mark.parametrize(
   ("text", "reason"),
   [
