@@ -121,6 +121,9 @@ def _fitted(hosting: Hosting) -> tuple[Hosting, str]:
   """
   _, *layouts = hosting.placement.layouts()
   devices = {x for layout in layouts for x in layout.devices}
+  dtype = hosting.placement.dtype(layouts[0].devices)
+  model = hosting.model.with_auto_dtype(dtype)
+  hosting = dataclasses.replace(hosting, model=model)
   memory = hosting.placement.memory(list(devices))
   engine, parts = memory_plan.fit_served(
     hosting.engine, hosting.model, hosting.placement, memory

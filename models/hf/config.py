@@ -92,7 +92,8 @@ def load(
   """Returns the config that config.json of a checkpoint stands for.
 
   Args:
-    compute: None is the default, in the type of the checkpoint's weights.
+    compute: None is the default, in the type of the checkpoint's weights;
+      of float16, which nothing computes in here, the type is "auto".
 
   Raises:
     ValueError: names the field that is not supported, missing or unknown, its
@@ -282,6 +283,8 @@ def _read_compute(
   dtype = _one_name(data, "dtype", "torch_dtype").get("dtype", "float32")
   if compute is not None:
     return compute
+  if dtype == "float16":
+    return config_lib.Compute()
   if dtype not in ("float32", "bfloat16"):
     raise ValueError(
       f"dtype={dtype!r} is not computed in; pass "
