@@ -144,10 +144,13 @@ class HfChat:
       prompt: false ends them before the template opens that answer.
 
     Raises:
-      ValueError: a message cannot be encoded, the template rejects it, or calls
-        as the template writes them are not read here.
+      ValueError: a message cannot be encoded, or the template rejects it; or
+        there are tools, or results of some, and the template rewrites what is
+        before a result, or writes calls in a way that is not read here.
     """
+    messages = list(messages)
     text = self.template.render(messages, tools, prompt=prompt)
+    self._check_results(messages, tools)
     if tools:
       self._check_calls()
     return self._encode(text)
@@ -164,6 +167,8 @@ class HfChat:
     Raises:
       ValueError: as `open`.
     """
+    messages = list(messages)
+    self._check_results(messages)
     rest = self.template.after_answer(messages, prompt=True)
     end = self._controls[self.stop_ids[0]]
     return self._encode(rest.removeprefix(end) if answer_ended else rest)
@@ -189,6 +194,7 @@ class HfChat:
     Raises:
       ValueError: as `template.ChatTemplate.answers`.
     """
+    self._check_results(messages, tools)
     ends = [self._controls[i] for i in self.stop_ids]
     texts = self.template.answers(messages, tools, ends=ends, first=first)
     return [(self._encode(asked), self._encode(said)) for asked, said in texts]
@@ -224,6 +230,15 @@ class HfChat:
   def token(self, index: int) -> str:
     """Returns the text of an id, special or not; invalid UTF-8 as \\xNN."""
     return self._bytes(index).decode("utf-8", "backslashreplace")
+
+  def _check_results(
+    self,
+    messages: Iterable[message_lib.ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
+  ) -> None:
+    """Raises ValueError where results of tools would be rewritten."""
+    if tools or any(message.role == "tool" for message in messages):
+      self.template.check_results()
 
   def _check_calls(self) -> None:
     """Raises ValueError unless the template's calls are read here."""

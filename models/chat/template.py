@@ -222,8 +222,7 @@ class ChatTemplate:
         "the chat template does not only append: it writes an answer "
         f"{answered.count(_ANSWER)} times"
       )
-    for role in ("user", "tool") if "tool" in self.source else ("user",):
-      self._check_appends(_Sample(role, "2"))
+    self._check_appends(_Sample("user", "2"))
     rest = self.after_answer([], prompt=False)
     end = self._controls.match(rest)
     if end is None:
@@ -232,6 +231,25 @@ class ChatTemplate:
         "special token; otherwise no sampled token ends the answer"
       )
     return end[0]
+
+  def check_results(self) -> None:
+    """Checks that the template is append-only after results of tools, too.
+
+    Raises:
+      ValueError: as `end_of_turn`.
+    """
+    if self._results_fault:
+      raise ValueError(f"after the result of a tool {self._results_fault}")
+
+  @functools.cached_property
+  def _results_fault(self) -> str:
+    if "tool" not in self.source:
+      return ""
+    try:
+      self._check_appends(_Sample("tool", "2"))
+    except ValueError as error:
+      return str(error)
+    return ""
 
   def _check_appends(self, new: ChatMessage) -> None:
     """Checks that only `new` decides the text after an answer."""

@@ -290,6 +290,28 @@ def test_tools_are_refused_where_calls_are_not_read(directory):
   assert chat.open([question]).tolist() == CHAT.open([question]).tolist()
 
 
+def test_a_template_without_a_prompt_after_results_does_without_tools(
+  directory,
+):
+  # As in DeepSeek-R1's.
+  path = directory / "chat_template.jinja"
+  source = path.read_text("utf-8")
+  prompt = "if add_generation_prompt"
+  assert source.count(prompt) == 1
+  never = f"{prompt} and messages[-1].role != 'tool'"
+  path.write_text(source.replace(prompt, never))
+  chat, question = load(directory), GoldenMessage("user", "?")
+  assert chat.open([question]).tolist() == CHAT.open([question]).tolist()
+  result = [GoldenMessage("tool", "1")]
+  for fail in (
+    lambda: chat.open([question], [TOOL]),
+    lambda: chat.open([question, GoldenMessage("assistant", "x"), *result]),
+    lambda: chat.append(result),
+  ):
+    with pytest.raises(ValueError, match="after the result of a tool the chat"):
+      fail()
+
+
 def test_a_prompt_that_opens_the_thinking_is_known(directory):
   assert not CHAT.thinks
   path = directory / "chat_template.jinja"
