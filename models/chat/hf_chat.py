@@ -48,11 +48,13 @@ class HfChat:
     tokenizer: text of tokenizer.json.
     template: its control tokens are the special tokens of the tokenizer.
     stop_ids: end an answer; the first is the one that the template writes.
+    unused_templates: names of others, which the directory has, too.
   """
 
   tokenizer: str = dataclasses.field(repr=False)
   template: template_lib.ChatTemplate
   stop_ids: tuple[int, ...]
+  unused_templates: tuple[str, ...] = ()
 
   @classmethod
   def load(
@@ -101,7 +103,9 @@ class HfChat:
     if unread:
       raise ValueError(f"its chat template does not read {', '.join(unread)}")
     others = _eos_ids(files, control)
-    return cls(files.tokenizer, template, tuple(dict.fromkeys((end, *others))))
+    stop_ids = tuple(dict.fromkeys((end, *others)))
+    unused = tuple(files.unused_templates)
+    return cls(files.tokenizer, template, stop_ids, unused)
 
   @property
   def vocab_size(self) -> int:
@@ -149,8 +153,8 @@ class HfChat:
         before a result, or writes calls in a way that is not read here.
     """
     messages = list(messages)
+    self._check_tools(messages, tools)
     text = self.template.render(messages, tools, prompt=prompt)
-    self._check_results(messages, tools)
     if tools:
       self._check_calls()
     return self._encode(text)
@@ -168,7 +172,7 @@ class HfChat:
       ValueError: as `open`.
     """
     messages = list(messages)
-    self._check_results(messages)
+    self._check_tools(messages)
     rest = self.template.after_answer(messages, prompt=True)
     end = self._controls[self.stop_ids[0]]
     return self._encode(rest.removeprefix(end) if answer_ended else rest)
@@ -194,7 +198,7 @@ class HfChat:
     Raises:
       ValueError: as `template.ChatTemplate.answers`.
     """
-    self._check_results(messages, tools)
+    self._check_tools(messages, tools)
     ends = [self._controls[i] for i in self.stop_ids]
     texts = self.template.answers(messages, tools, ends=ends, first=first)
     return [(self._encode(asked), self._encode(said)) for asked, said in texts]
@@ -231,12 +235,18 @@ class HfChat:
     """Returns the text of an id, special or not; invalid UTF-8 as \\xNN."""
     return self._bytes(index).decode("utf-8", "backslashreplace")
 
-  def _check_results(
+  def _check_tools(
     self,
     messages: Iterable[message_lib.ChatMessage],
     tools: Sequence[Mapping[str, Any]] = (),
   ) -> None:
-    """Raises ValueError where results of tools would be rewritten."""
+    """Raises ValueError for a template that is not made for tools."""
+    if tools and not self.template.knows("tools") and self.unused_templates:
+      raise ValueError(
+        f"{len(tools)} tools, which the default chat template does not show; "
+        f"there is one named {' and '.join(self.unused_templates)}: copy it to "
+        "chat_template.jinja, or use tools=()"
+      )
     if tools or any(message.role == "tool" for message in messages):
       self.template.check_results()
 
@@ -324,6 +334,7 @@ class _Files(NamedTuple):
   Attributes:
     settings: tokenizer_config.json, above special_tokens_map.json.
     template_name: its file.
+    unused_templates: names of other templates.
     ends: the name of each file with an eos_token_id, and its value.
   """
 
@@ -331,6 +342,7 @@ class _Files(NamedTuple):
   settings: dict[str, Any]
   template: str
   template_name: str
+  unused_templates: Sequence[str]
   ends: Sequence[Sequence[Any]]
 
   @classmethod
@@ -348,7 +360,8 @@ class _Files(NamedTuple):
     }
     names = ("generation_config.json", "config.json")
     ends = [[name, _json(root / name).get("eos_token_id")] for name in names]
-    return cls(text, settings, *_template(root, settings), ends)
+    template = _template(root, settings)
+    return cls(text, settings, *template, _unused(root, settings), ends)
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
@@ -363,15 +376,31 @@ def _template(root: pathlib.Path, settings: dict[str, Any]) -> tuple[str, str]:
     return untrusted_files.read_text(path), path.name
   found = settings.get("chat_template")
   if isinstance(found, list):
-    named = [entry for entry in found if isinstance(entry, dict)]
-    default = [x for x in named if x.get("name") == "default"]
-    found = default[-1].get("template") if default else None
+    found = _named(settings).get("default")
   if not isinstance(found, str):
     raise ValueError(
       "no chat template: neither chat_template.jinja nor chat_template in "
       "tokenizer_config.json; a base model has none, so copy one"
     )
   return found, "tokenizer_config.json"
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the chat templates of a list by their names."""
+  found = settings.get("chat_template")
+  entries = found if isinstance(found, list) else []
+  return {
+    entry["name"]: entry.get("template")
+    for entry in entries
+    if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+  }
+
+
+def _unused(root: pathlib.Path, settings: Mapping[str, Any]) -> list[str]:
+  """Returns the names of the chat templates besides the default one."""
+  files = (root / "additional_chat_templates").glob("*.jinja")
+  names = {*_named(settings), *(file.stem for file in files)}
+  return sorted(names - {"default"})
 
 
 @functools.lru_cache(maxsize=4)

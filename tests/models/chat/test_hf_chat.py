@@ -378,6 +378,28 @@ def test_a_template_may_stand_in_the_settings(directory):
     load(directory)
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_template_for_tools_alone_is_named(directory, in_files):
+  path = directory / "chat_template.jinja"
+  source = path.read_text("utf-8")
+  default = source.replace("tools", "nothing")
+  if in_files:
+    path.write_text(default, "utf-8")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("")
+  else:
+    path.unlink()
+    named = {"default": default, "tool_use": source}
+    entries = [{"name": k, "template": v} for k, v in named.items()]
+    edit(directory / "tokenizer_config.json", chat_template=entries)
+  chat, question = load(directory), [GoldenMessage("user", "?")]
+  assert chat.open(question).tolist() == CHAT.open(question).tolist()
+  with pytest.raises(
+    ValueError, match=r"1 tools.* there is one named tool_use"
+  ):
+    chat.open(question, [TOOL])
+
+
 def test_templates_know_special_tokens_by_name(directory):
   path = directory / "chat_template.jinja"
   source = "{{ eos_token }}{{ pad_token }}{{ bos_token is defined }}"
