@@ -93,6 +93,11 @@ def _check_adapter(
       "--adapter: the run has no adapters, as model.lora is none; leave "
       "--adapter out to write its weights"
     )
+  if experiment.initial is None:
+    raise overrides.SettingError(
+      "--adapter: the run has no initial model, so its adapters fit no other; "
+      "leave --adapter out to write its weights with the adapters merged"
+    )
   if source is not None:
     raise overrides.SettingError(
       f"--tokenizer={source}: an adapter has no tokenizer; leave out either "

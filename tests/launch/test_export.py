@@ -116,6 +116,21 @@ def test_adapters_are_merged_unless_they_are_asked_for(adapted, tmp_path):
   assert jax.tree.all(jax.tree.map(np.array_equal, loaded, adapters))
 
 
+def test_adapters_of_weights_that_the_run_drew_are_refused(tmp_path):
+  directory = tmp_path / "run"
+  changes = CHANGES | {"model.lora": "lora(rank=2)"}
+  settings = flags.load(str(commands.ROOT / commands.CONFIG), changes)
+  workdir.claim(directory, settings).close()
+  result = commands.run(
+    "launch.export",
+    f"--run={directory}",
+    f"--directory={tmp_path / 'hf'}",
+    "--adapter",
+  )
+  assert result.returncode == 2
+  assert "--adapter: the run has no initial model" in result.stderr
+
+
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
