@@ -215,6 +215,10 @@ def _refuse(
 ) -> None:
   """Raises ValueError for a field that is not known, or not so valued."""
   for name, value in data.items():
+    if name not in _HARMLESS and not _is_finite(value):
+      raise ValueError(
+        f"{name}={json.dumps(value)} holds no finite number; correct it"
+      )
     wanted = must_be.get(name, value)
     if value != wanted:
       raise ValueError(
@@ -231,6 +235,15 @@ def _refuse(
         f"{name}={json.dumps(value)} is unknown and might change the result; "
         "if it does not, take it out of the file"
       )
+
+
+def _is_finite(value: Any) -> bool:
+  """Returns whether a value holds neither NaN nor infinity."""
+  try:
+    json.dumps(value, allow_nan=False)
+  except ValueError:
+    return False
+  return True
 
 
 def _one_name(

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import pathlib
 import re
 
@@ -240,6 +241,11 @@ def test_any_computation_can_be_asked_for(tmp_path):
     ({"num_hidden_layers": -(10**400)}, "model.num_layers=-1000"),
     ({"num_key_value_heads": 3}, "model.num_heads=16 does not split over"),
     ({"dtype": "float32"}, "dtype=float32 and torch_dtype=bfloat16 contradict"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps=NaN holds no finite number;"),
+    (
+      {"rope_scaling": YARN | {"factor": math.inf}},
+      '"factor": Infinity, "original_max_position_embeddings": 32768} holds no',
+    ),
     ({"torch_dtype": "int8"}, "dtype='int8' is not computed in; pass"),
   ],
 )
