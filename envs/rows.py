@@ -404,7 +404,12 @@ def _call(call: Any) -> base.ToolCall:
       f"{call!r:.60} is no call of a tool: it needs the name of a function, "
       "and arguments that are a JSON object, or its text"
     )
-  text = json.dumps(value, ensure_ascii=False)
+  try:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f"arguments of {name} cannot be written as JSON: {error}"
+    ) from error
   return base.ToolCall(name, text, _text(outer, ("id",)))
 
 

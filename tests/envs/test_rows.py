@@ -243,6 +243,15 @@ def test_a_field_that_is_missing_or_null_is_named_with_its_line(file):
       "function_call=.* is not read here; use tool_calls",
     ),
     (
+      [
+        {
+          "role": "assistant",
+          "tool_calls": [{"name": "f", "arguments": '{"x": 1e999}'}],
+        }
+      ],
+      "arguments of f cannot be written as JSON: Out of range float",
+    ),
+    (
       [{"role": "user", "content": "x", "train": False}],
       "train=False of a message is not read here; leave it out",
     ),
