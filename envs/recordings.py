@@ -193,6 +193,8 @@ class Pairs(_Recorded):
     first = next((i for i, (a, b) in both if a != b), None)
     if not first:
       fault = "do not begin alike" if first == 0 else "do not differ"
+      if first is None and len(pair[0]) != len(pair[1]):
+        fault = "differ only in where they end"
       raise ValueError(
         f"{record.place}: fields {self.chosen!r} and {self.rejected!r} "
         f"{fault}; give two answers to one conversation"

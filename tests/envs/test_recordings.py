@@ -239,6 +239,13 @@ def test_a_row_that_is_no_example_is_named(of, source, row, told):
     source(rows=of(row)).validate()
 
 
+def test_a_pair_needs_another_answer_and_not_a_longer_conversation(of):
+  row = {"chosen": [USER, SAID, USER, SAID], "rejected": [USER, SAID]}
+  told = "differ only in where they end; give two answers"
+  with pytest.raises(ValueError, match=told):
+    recordings.Pairs(rows=of(row), prompt=None).validate()
+
+
 def test_whole_conversations_must_begin_alike(of):
   row = {
     "chosen": [USER, SAID],
