@@ -12,6 +12,7 @@ from models import config as model_config
 from models import policy as policy_lib
 from models import sharding
 from models.attention import backend
+from models.hf import config as hf_config
 from models.hf import load
 from rl.algorithms import presets, references
 from rl.engine import contract
@@ -321,7 +322,11 @@ class Experiment:
   def _validate_experts(self) -> None:
     recorded = getattr(self.engine, "record_experts", False)
     if self.rollout.record_experts and not recorded:
-      why = "it records none; use engine=built_in(record_experts=true)"
+      has_field = hasattr(self.engine, "record_experts")
+      out = "engine.record_experts=true"
+      if not has_field:
+        out = "engine=built_in(record_experts=true)"
+      why = f"it records none; use {out}"
       checks.refuse(self, "rollout.record_experts", "engine", why=why, where="")
 
   def _validate_counts(self) -> None:
@@ -515,11 +520,8 @@ class Experiment:
       bound = f"the {ids} ids of the tokenizer in {directory}"
       fewer = "use the tokenizer that belongs to it"
     out = f"use {ids} or more"
-    if initial is not None:
-      out = (
-        f"initial={initial} has too few ids for them, so start from a "
-        f"checkpoint with more, or {fewer}"
-      )
+    if initial is not None and self.model.vocab_size < ids:
+      out = _larger_model(initial, ids, fewer)
     checks.enough("model.vocab_size", self.model.vocab_size, ids, bound, out)
 
   def _validate_divisions(self) -> None:
@@ -573,6 +575,19 @@ class Experiment:
           f"{name}.compute.attention={form} with batch.length={batch.length} "
           f"and batch.share_prompts={str(batch.share_prompts).lower()} {reason}"
         )
+
+
+def _larger_model(initial: str, ids: int, fewer: str) -> str:
+  """Returns the way out for a model of fewer than `ids` that loads weights."""
+  if hf_config.load(initial).vocab_size >= ids:
+    return (
+      "in the config file, take the model's sizes from initial: "
+      f"model=models.hf.config.load({initial!r})"
+    )
+  return (
+    f"initial={initial} has too few ids for them, so start from a checkpoint "
+    f"with more, or {fewer}"
+  )
 
 
 def check_experiment(tree: object) -> None:

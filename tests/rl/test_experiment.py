@@ -500,6 +500,25 @@ def test_a_repeatable_run_cannot_hold_its_weights_back(experiment):
   dataclasses.replace(held, repeatable=False).validate()
 
 
+@pytest.mark.parametrize(
+  ("engine", "out"),
+  [
+    (engine_settings.EngineSettings(slots=4), "use engine.record_experts=true"),
+    (
+      sglang_settings.SglangSettings(),
+      "use engine=built_in(record_experts=true)",
+    ),
+  ],
+)
+def test_the_way_to_recorded_experts_keeps_an_engine_that_can(
+  experiment, engine, out
+):
+  rollout = dataclasses.replace(experiment.rollout, record_experts=True)
+  settings = dataclasses.replace(experiment, rollout=rollout, engine=engine)
+  with pytest.raises(ValueError, match=f"{re.escape(out)}$"):
+    settings.validate()
+
+
 def test_engines_that_hand_over_nothing_encode_for_nobody(experiment):
   pool = placement.DecodePool(name="encode", role="prefill", processes=1)
   place = placement.Placement(decode_processes=1, more=(pool,))

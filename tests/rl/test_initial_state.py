@@ -146,7 +146,8 @@ def test_only_a_run_that_starts_from_a_directory_needs_it(directory):
     (
       {"vocab_size": 6},
       "model.vocab_size=6 is below the 7 ids that the words of counting make;"
-      " initial={directory} has too few ids for them, so start from a",
+      " in the config file, take the model's sizes from initial:"
+      " model=models.hf.config.load('{directory}')",
     ),
   ],
 )
@@ -157,6 +158,18 @@ def test_the_way_out_keeps_to_what_the_checkpoint_has(
   model = dataclasses.replace(MODEL, **change)
   with pytest.raises(ValueError, match=f"^{message}"):
     experiment(directory, model).validate()
+
+
+def test_a_checkpoint_that_is_too_small_itself_is_not_recommended(directory):
+  class Talkative(fakes.Counting):
+    @property
+    def words(self):
+      return ("go", "on", "yes", "no", "well", "then")
+
+  # Its 6 words make 9 ids, and config.json has 8.
+  settings = dataclasses.replace(experiment(directory), environment=Talkative())
+  with pytest.raises(ValueError, match="has too few ids for them, so start"):
+    settings.validate()
 
 
 def test_weights_that_are_no_numbers_end_a_run_before_it_starts(
