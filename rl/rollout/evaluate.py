@@ -73,8 +73,15 @@ async def evaluate(
     report(f"evaluating {next(ended)}/{episodes}")
     return played
 
-  trajectories = await asyncio.gather(*map(play, range(episodes)))
-  await asyncio.gather(*quiet.closing)
+  playing = [asyncio.create_task(play(i)) for i in range(episodes)]
+  try:
+    trajectories = await asyncio.gather(*playing)
+  finally:
+    # Programs of agents that outlive the event loop complain about it.
+    for task in playing:
+      task.cancel()
+    await asyncio.gather(*playing, return_exceptions=True)
+    await asyncio.gather(*quiet.closing)
   return summarise(trajectories, success), trajectories
 
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from envs import base
 from rl.rollout import evaluate
 from rl.runtime import virtual_clock
 from rl.runtime import watchdog as watchdog_lib
@@ -61,6 +62,42 @@ def test_an_evaluation_without_answers_stalls():
   assert text.startswith("the run waited 2.0 s for the evaluation")
   assert "episode eval/3/0/0  an answer of the engine" in text
   assert "episode eval/2/0/0" not in text
+
+
+def test_an_evaluation_that_is_cancelled_waits_for_what_its_episodes_end():
+  ended = []
+
+  class Program(fakes.Counting):
+    def __call__(self, task):
+      return Started()
+
+  class Started:
+    async def start(self):
+      return [base.Message("user", "go")]
+
+    async def step(self, answer):
+      try:
+        await asyncio.Event().wait()
+      finally:
+        await asyncio.sleep(0.1)
+        ended.append("step")
+
+    async def close(self):
+      ended.append("close")
+
+  async def cancelled():
+    playing = players.player(Program(), players.engine())
+    task = asyncio.create_task(
+      evaluate.evaluate(
+        playing, episodes=3, temperature=1.0, success=1.0, seed=0
+      )
+    )
+    await asyncio.sleep(0.1)
+    task.cancel()
+    await asyncio.wait([task])
+    return task.cancelled(), list(ended)
+
+  assert virtual_clock.run(cancelled()) == (True, 3 * ["step"] + 3 * ["close"])
 
 
 @pytest.mark.parametrize(
