@@ -38,6 +38,7 @@ from rl.rollout import (
 )
 from rl.runtime import watchdog as watchdog_lib
 from rl.settings import annotations, checks
+from twinmesh import error_codes
 
 _ENVIRONMENT = absl_flags.DEFINE_string(
   "environment",
@@ -83,8 +84,11 @@ def main() -> None:
   """Prints a conversation and the checks; exits with 1 if one fails."""
   with flags.exit_on_setting_error():
     trial = _trial()
-  with steps.Steps(sys.stderr) as told:
-    played, results = asyncio.run(_checked(trial, told.phase))
+  try:
+    with steps.Steps(sys.stderr) as told:
+      played, results = asyncio.run(_checked(trial, told.phase))
+  except environment_trial.PlaysItself as error:
+    error_codes.fail(error)
   console = rich.console.Console(
     file=sys.stdout,
     markup=False,

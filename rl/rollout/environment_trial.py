@@ -48,6 +48,10 @@ class Question:
   seed: int = 0
 
 
+class PlaysItself(ValueError):
+  """The source builds agents, which only a run can play."""
+
+
 Respond = Callable[[Question], Awaitable[str]]
 """Returns the text of an answer."""
 
@@ -169,7 +173,11 @@ async def at_once() -> None:
 async def play(
   trial: Trial, task: base.Task, pace: Pace = at_once
 ) -> PlayedEpisode:
-  """Plays a task to its end and grades it; faults are data."""
+  """Plays a task to its end and grades it; faults are data.
+
+  Raises:
+    PlaysItself: there are no answers to give.
+  """
   watched = _WatchedSource(trial.source)
   partial = episode.PartialTrajectory(
     episode.Episode(task, task.index, 0, trial.seed)
@@ -191,6 +199,8 @@ async def play(
   ungraded, transcript = await episode.play(
     watched, answer, trial.chat, trial.limits, partial, late=late
   )
+  if watched.refusal is not None:
+    raise watched.refusal
   graded = await grade(trial, ungraded, transcript, task)
   seen = watched.environment
   return PlayedEpisode(
@@ -264,10 +274,15 @@ async def play_together(
 
 @dataclasses.dataclass(eq=False)
 class _WatchedSource:
-  """A source that keeps the one environment that it builds."""
+  """A source that keeps the one environment that it builds.
+
+  Attributes:
+    refusal: why what it builds cannot be tried.
+  """
 
   source: base.Source
   environment: "_Watched | None" = None
+  refusal: PlaysItself | None = None
 
   @property
   def name(self) -> str:
@@ -279,10 +294,13 @@ class _WatchedSource:
   def __call__(self, task: base.Task) -> "_Watched":
     built = isolation.checked_environment(self.source(task))
     if isinstance(built, base.Agent):
-      raise ValueError(
-        "an agent asks for its answers itself, so only a run can play it; try "
-        "its program with launch.serve"
+      # An episode would make a fault of it, so `play` raises it again.
+      self.refusal = PlaysItself(
+        f"environment {self.name} is a program that asks for its answers "
+        "itself, so only a run can play it; to try it, serve a model with "
+        "launch.serve and start the program against that"
       )
+      raise self.refusal
     self.environment = _Watched(built)
     return self.environment
 

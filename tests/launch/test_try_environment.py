@@ -172,6 +172,14 @@ def test_a_run_that_talks_as_a_model_is_shown_in_its_template():
   assert re.search(rf"{turn}\[[b-h]<\|im_end\|>\]\n", result.stdout)
 
 
+def test_an_agent_is_one_error_and_no_list_of_faults():
+  result = tried("--config=configs/agent_letters.py")
+  assert result.returncode == 2
+  assert result.stdout == ""
+  assert "error: environment letters is a program" in result.stderr
+  assert "launch.serve" in result.stderr
+
+
 def test_a_source_is_tried_without_a_config():
   result = tried("--environment=guess_the_number(turns=2)", "--tasks=2")
   assert "guess<agent>[10<end>]" in result.stdout

@@ -190,9 +190,10 @@ def test_an_agent_is_left_to_a_run():
     async def close(self):
       pass
 
-  played = play(source=Agents())
-  assert played.trajectory.status is trajectory.Status.ENV_FAULT
-  assert "only a run can play it" in played.trajectory.fault
+  with pytest.raises(
+    environment_trial.PlaysItself, match=r"only a run .* with launch\.serve"
+  ):
+    play(source=Agents())
 
 
 def test_a_tool_call_is_parsed_again():
