@@ -255,7 +255,8 @@ class _Server:
     finally:
       try:
         if count := opened.close():
-          log_line.tell(f"{count} sessions were not finished")
+          were = "session was" if count == 1 else "sessions were"
+          log_line.tell(f"{count} {were} not finished")
       except session_record.Unrecorded as error:
         log_line.tell(f"{len(opened)} sessions are lost: {error}")
         self._is_lossy = True

@@ -8,7 +8,6 @@ is a `command`.
 """
 
 import contextlib
-import difflib
 import functools
 import importlib
 import inspect
@@ -27,7 +26,12 @@ from absl import flags as absl_flags
 from absl import logging
 
 import envs
-from launch.cli import command_help, config_file, settings_help
+from launch.cli import (
+  command_help,
+  config_file,
+  settings_help,
+  similar_paths,
+)
 from rl.backends import contract as backends
 from rl.runtime import log_line
 from rl.settings import overrides as overrides_lib
@@ -346,16 +350,14 @@ def _missing(file: pathlib.Path) -> str:
   start = f"--config={file}: no such file"
   if not file.parent.is_dir():
     return f"{start}; there is no directory {file.parent}"
-  names = [
-    x.name
-    for x in sorted(file.parent.iterdir())
-    if x.suffix in (".py", ".json") and x.name != "__init__.py"
+  others = [
+    path
+    for path in file.parent.iterdir()
+    if path.suffix in (".py", ".json") and path.name != "__init__.py"
   ]
-  near = difflib.get_close_matches(file.name, names) or names[:10]
-  if not near:
+  if not others:
     return f"{start}; {file.parent} holds no .py or .json file"
-  found = " or ".join(str(file.parent / name) for name in near)
-  return f"{start}; did you mean {found}?"
+  return f"{start}{similar_paths.advice(file, others)}"
 
 
 def _get_config(file: pathlib.Path, argument: str | None) -> Any:

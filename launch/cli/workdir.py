@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import fcntl
 import json
 import os
@@ -15,7 +14,12 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from launch.cli import config_file, known_programs, run_repair
+from launch.cli import (
+  config_file,
+  known_programs,
+  run_repair,
+  similar_paths,
+)
 from models import untrusted_files
 from rl import experiment as experiment_lib
 from rl.loop import trackers
@@ -155,9 +159,9 @@ def check_exists(path: str | os.PathLike) -> None:
       f"{directory} is a file; name the directory of a run"
     )
   if not directory.is_dir():
-    raise overrides.SettingError(
-      f"{directory} does not exist{_nearest(directory)}"
-    )
+    runs = [file.parent for file in directory.parent.glob("*/config.json")]
+    near = similar_paths.advice(directory, runs)
+    raise overrides.SettingError(f"{directory} does not exist{near}")
   if not os.path.lexists(directory / "config.json"):
     raise overrides.SettingError(f"{directory} holds no run: no config.json")
 
@@ -359,16 +363,6 @@ def _keep_changed_code(
     f"warning: {', '.join(sorted(files))} changed since round {newest}; the "
     f"code of the rounds before is kept in {name}"
   )
-
-
-def _nearest(missing: pathlib.Path) -> str:
-  """Returns "; did you mean ..?" with the runs beside a missing directory."""
-  runs = [file.parent for file in missing.parent.glob("*/config.json")]
-  names = {run.name: run for run in sorted(runs)}
-  near = difflib.get_close_matches(missing.name, names, 1) or list(names)[:10]
-  if not near:
-    return ""
-  return f"; did you mean {' or '.join(str(names[name]) for name in near)}?"
 
 
 def command() -> str:

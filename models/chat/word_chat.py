@@ -124,11 +124,11 @@ class WordChat:
     unknown = next((w for w in text.split() if w not in self._ids), None)
     if unknown is not None:
       unknown = unknown[:_MAX_SHOWN]
-      near = difflib.get_close_matches(unknown, self.words, 1, 0.0)
+      near = difflib.get_close_matches(unknown, self.words, 1)
+      nearest = f"the nearest is {near[0]!r}; " if near else ""
       raise ValueError(
         f"word {unknown!r} is not among the {len(self.words)} known ones; "
-        f"the nearest is {near[0] if near else None!r}; words are separated by "
-        "spaces"
+        f"{nearest}words are separated by spaces"
       )
     return [self._ids[word] for word in text.split()]
 

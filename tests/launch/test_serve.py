@@ -116,7 +116,7 @@ def test_a_run_is_served_and_its_sessions_are_recorded(finished, tmp_path):
           client.post("../finish", cast_to=object, body={"reward": reward})
     err = command.end()
   assert (command.code, "Traceback" in err) == (0, False), err
-  assert "1 sessions were not finished" in err
+  assert "1 session was not finished" in err
   left = [
     trajectory.trajectory_from_json(json.loads(line))
     for line in record.read_text().splitlines()

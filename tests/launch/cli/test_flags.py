@@ -342,7 +342,7 @@ def test_broken_file_names_its_own_line(tmp_path, text, message):
   ("name", "message"),
   [
     ("smal.py", "smal.py: no such file; did you mean DIR/small.py?"),
-    ("zzzzzz", "zzzzzz: no such file; did you mean DIR/small.py?"),
+    ("zzzzzz", "zzzzzz: no such file; there is DIR/small.py"),
     ("no/small.py", "small.py: no such file; there is no directory DIR/no"),
     ("notes.txt", "notes.txt: expected a .py or .json file"),
     ("run", "run is a directory; did you mean DIR/run/config.json?"),
