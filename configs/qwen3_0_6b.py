@@ -1,6 +1,6 @@
 """Qwen3-0.6B on one accelerator: reach a number with the numbers given.
 
-python -m launch.train --config=configs/qwen3_0_6b.py \
+python -m launch.train --config=configs/qwen3_0_6b.py \\
     --config.initial=models/Qwen3-0.6B --workdir=DIR
 python -m launch.train --config=configs/qwen3_0_6b.py:lora --explain
 

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B on 64 accelerators: formulas and scales, two tasks in one run.
 
-python -m launch.train --config=configs/qwen3_30b_a3b.py:v5p \
+python -m launch.train --config=configs/qwen3_30b_a3b.py:v5p \\
     --config.initial=models/Qwen3-30B-A3B --workdir=DIR
 python -m launch.train --config=configs/qwen3_30b_a3b.py:h200-lora --explain
 

@@ -1,6 +1,6 @@
 """Qwen3-4B on eight accelerators: find the heaviest box with a pair of scales.
 
-python -m launch.train --config=configs/qwen3_4b.py \
+python -m launch.train --config=configs/qwen3_4b.py \\
     --config.initial=models/Qwen3-4B --workdir=DIR
 python -m launch.train --config=configs/qwen3_4b.py:lora --explain
 

@@ -1,11 +1,14 @@
 """Questions that need a computer, and Python to answer them: complete.
 
-python -m launch.train --config=powers.py --config.initial=DIR --workdir=RUN
+python -m launch.train --config=powers.py:DIR --workdir=RUN
+
+DIR has a Hugging Face checkpoint; without it, the tiny model shows that all
+goes together.
 """
 
 import dataclasses
 
-from configs import guess_number_moe
+from configs import tool_calculator_hf
 from envs import rows
 from envs.rewards import rewards
 from envs.sandbox import sandbox
@@ -33,9 +36,9 @@ POWERS = tool_environment.ToolEnvironment(
 )
 
 
-def get_config() -> experiment.Experiment:
+def get_config(directory: str | None = None) -> experiment.Experiment:
   return dataclasses.replace(
-    guess_number_moe.get_config(),
+    tool_calculator_hf.get_config(directory),
     environment=POWERS,
     reward=rewards.NumericMatch(),
     warm_start=None,

@@ -1,13 +1,16 @@
 """Questions to a shop behind an MCP server, complete.
 
-python -m launch.train --config=shop.py --config.initial=DIR --workdir=RUN
+python -m launch.train --config=shop.py:DIR --workdir=RUN
+
+DIR has a Hugging Face checkpoint; without it, the tiny model shows that all
+goes together.
 """
 
 import dataclasses
 import pathlib
 import sys
 
-from configs import guess_number_moe
+from configs import tool_calculator_hf
 from envs import rows
 from envs.rewards import rewards
 from envs.tools import mcp, tool_environment
@@ -34,9 +37,9 @@ SHOP = tool_environment.ToolEnvironment(
 )
 
 
-def get_config() -> experiment.Experiment:
+def get_config(directory: str | None = None) -> experiment.Experiment:
   return dataclasses.replace(
-    guess_number_moe.get_config(),
+    tool_calculator_hf.get_config(directory),
     environment=SHOP,
     reward=rewards.NumericMatch(),
     warm_start=None,

@@ -190,6 +190,10 @@ def test_without_bubblewrap_a_run_does_not_start(monkeypatch, tmp_path):
     powers.POWERS.validate()
 
 
+def test_the_example_runs_as_its_docstring_says():
+  powers.get_config().validate()
+
+
 def test_an_environment_without_a_class_needs_tools_and_rows():
   with pytest.raises(ValueError, match="make=none needs toolboxes"):
     tool_environment.ToolEnvironment(toolboxes=(python_tool.Python(),))
