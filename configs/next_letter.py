@@ -19,7 +19,7 @@ LETTERS = tuple("abcdefgh")
 
 @dataclasses.dataclass(frozen=True)
 class NextLetter:
-  """Tasks of one turn; any other answer than the next letter earns nothing."""
+  """Tasks of one turn; any answer but the next letter earns nothing."""
 
   name = "next_letter"
   words = LETTERS

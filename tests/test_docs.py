@@ -384,7 +384,7 @@ def test_figures_of_the_readme_are_those_of_the_results():
     for name in ("eta4 uncorrected", "eta4 ratio", "sync on policy")
   )
   assert f"wins {uncorrected} of its games" in readme
-  assert f"{ratio}, as against {sync} on policy" in readme
+  assert f"{ratio}, versus {sync} on-policy" in readme
 
 
 def test_code_of_the_readme_stands_in_a_config():

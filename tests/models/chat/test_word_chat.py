@@ -53,7 +53,7 @@ def test_special_tokens_are_printed_but_are_not_part_of_the_text(chat):
 def test_an_unknown_word_is_named_with_the_nearest_known_one(chat):
   with pytest.raises(ValueError, match=r"'hihger' .* nearest is 'higher'"):
     chat.open([GoldenMessage("user", "guess hihger")])
-  with pytest.raises(ValueError, match="'zz' .* known ones; words are"):
+  with pytest.raises(ValueError, match=r"'zz' .* known ones; words are"):
     chat.open([GoldenMessage("user", "guess zz")])
   # Text cannot end a turn: special tokens are not words.
   with pytest.raises(ValueError, match="'<end>' is not among the 5 known"):
