@@ -10,7 +10,7 @@ float32 and as bfloat16. Between one and the next, from the fifth on, counts
   blocks   share of blocks of 4 KiB and of 64 bytes in which one does
   bytes    of the changed values with 4 bytes each for their places, over all
 
-and processor time, in turn, from the learner's arrays to another process's:
+and CPU time, in turn, from the learner's arrays to another process's:
 
   whole    WeightStore.write, and an array of each tensor by its reader
   delta    the old version is compared with the new one, changed blocks of 4 KiB

@@ -40,7 +40,7 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 def children_s() -> float:
-  """Returns the processor time of all children that have ended, in seconds."""
+  """Returns the CPU time of all children that have ended, in seconds."""
   used = resource.getrusage(resource.RUSAGE_CHILDREN)
   return used.ru_utime + used.ru_stime
 

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
 def show(rows: Sequence[dict[str, Any]]) -> None:
   """Prints a table."""
   print(machine.describe())
-  print("| seed | before | after | minutes | of processors |")
+  print("| seed | before | after | minutes | CPU time |")
   print("|---|---|---|---|---|")
   for row in rows:
     print(

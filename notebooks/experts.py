@@ -2,8 +2,7 @@
 # # What a mixture of experts does
 #
 # **Question.** A layer with experts sends each token to a few of many small
-# networks. What do they divide the work by, and does the division take care of
-# itself?
+# networks. What do they divide the work by, and does the load balance itself?
 
 # %% tags=["colab"]
 # In Colab: asks for the wheel that "Getting started" makes, as
@@ -272,9 +271,9 @@ print(f"two experts at random:           {random_nats:.3f} nats")
 # when it was sampled, if those are recorded, and why an engine that routes
 # otherwise than the learner is a different policy.
 #
-# **What to take along.** Experts are no topics; a balance loss evens out their
-# load at no cost; and the routing is a part of the policy. In a run the metrics
-# `max_load` and `unused_experts` tell of the load, and the setting
-# `algorithm.balance_weight` is the weight of that loss.
+# **What to take along.** Experts do not specialise by topic; a balance loss
+# evens out their load at no cost; and the routing is a part of the policy. In a
+# run the metrics `max_load` and `unused_experts` tell of the load, and the
+# setting `algorithm.balance_weight` is the weight of that loss.
 #
 # *Exercise.* Set `num_layers=1` and look at layer 0. Is the picture sharper?

@@ -156,7 +156,7 @@ plt.show()
 # corrects all but the chance to come to a state. Whatever bounds the ratio, by
 # a clip or a tanh, adds bias, because the tokens that have changed most count
 # least. *Saturating* is no exception: worse than PPO's clip when samples are
-# one step late, better when they are later. Has it been a bad idea?
+# one step late, better when they are later. So was it a bad idea?
 
 # %% [markdown]
 # ## Bias is not all

@@ -234,8 +234,9 @@ axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 plt.show()
 
 # %% [markdown]
-# **What to take along.** Each dot is one way to use the pod. The plans lie on
-# its lower left edge: to the left is cheaper, down is faster. Being strictly on
+# **What to take along.** Each dot is one way to use the pod: to the left is
+# cheaper, down is faster. The fastest and the cheapest plan lie on the lower
+# left edge of the cloud, and the one on policy far inside: being strictly on
 # policy costs time that no choice of devices wins back.
 #
 # ## With your own numbers

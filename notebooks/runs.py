@@ -32,8 +32,9 @@ notebook.use_style()
 # ## Two runs of seconds
 #
 # The task of `configs/next_letter.py`: answer a letter with the one that
-# follows. Both runs have the same seed, the same warm start and the same tasks;
-# only the learning rate differs.
+# follows. Both runs have the same seed, warm start and tasks; only the learning
+# rate differs. Which samples a round in flight gets depends on the clock, so
+# the same run, repeated, is another one: its success may differ by 20 points.
 
 # %%
 SMALL = {
@@ -162,9 +163,10 @@ plt.show()
 
 # %% [markdown]
 # **What to see.** With the high rate entropy falls as the policy settles on
-# answers, and its distance from the policy that sampled is some ten times as
-# large: it moves. With the low rate the entropy hardly changes, although the
-# gradient is as large: the signal is there, and the steps are too small.
+# answers, and its distance from the policy that sampled is several times as
+# large: it moves. With the low rate the entropy changes less, although the
+# gradient is of the same order: the signal is there, and the steps are too
+# small.
 
 # %% [markdown]
 # ## Were the samples late?

@@ -99,8 +99,8 @@ runs = {name: play(schedule) for name, schedule in schedules.items()}
 results = {name: result for name, (_, result) in runs.items()}
 for name, result in results.items():
   print(
-    f"{name:>18}: {result.step_s:4.1f} s a round, work at once "
-    f"{result.overlap:4.0%}, broken promises {len(result.violations)}"
+    f"{name:>18}: {result.step_s:4.1f} s a round, overlap "
+    f"{result.overlap:4.0%}, violations {len(result.violations)}"
   )
 
 # %% [markdown]
@@ -203,6 +203,8 @@ for late in range(5):
 right_axes.set(
   title="tokens by lateness", xlabel="bound on staleness", ylabel="share"
 )
+for axes in (left_axes, right_axes):
+  axes.set_xticks([*bounds])
 right_axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 plt.show()
 

@@ -8,7 +8,7 @@ from scripts.tables import cells
 
 def notebooks(result: Mapping[str, Any]) -> cells.Rows:
   """Yields the seconds of each notebook."""
-  yield "notebook", "of processors", "from start to end"
+  yield "notebook", "CPU time", "wall time"
   for name, row in result["rows"].items():
     yield f"`{name}`", f"{row['cpu_s']:.0f} s", f"{row['wall_s']:.0f} s"
 
