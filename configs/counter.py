@@ -8,7 +8,7 @@ checkpoint in the directory MODEL, which may need longer limits:
 --config.rollout.turn_tokens=256 --config.rollout.max_tokens=2048
 --config.batch.length=2048
 
-Hardware: two CPU cores, or what MODEL needs. Duration: six minutes of processor
+Hardware: two CPU cores, or what MODEL needs. Duration: six minutes of CPU
 time. Expected: no success from the tiny model; from MODEL, not measured.
 """
 

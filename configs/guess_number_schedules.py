@@ -20,9 +20,9 @@ each takes, what it trains of what it samples, and how much of that a simulation
 predicts.
 
 Hardware: two CPU cores, one virtual device for each mesh. Duration: 5 to 7
-minutes for all rounds. Expected: success as of guess_number_moe; over a round
-of sync they are up to 1.3 times as fast in that benchmark, and where steps of
-the game take time from 0.7 (hard_frontier) to 1.9 times (recycle).
+minutes for all rounds. Expected: success as in guess_number_moe. In that
+benchmark a round is up to 1.3 times as fast as one of sync, and where steps of
+the game take time 0.7 (hard_frontier) to 1.9 times (recycle).
 """
 
 import dataclasses

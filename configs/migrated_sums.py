@@ -7,7 +7,7 @@ docs/migration. From random weights a run learns to begin with a digit, and not
 to add. configs/migrated_sums.py:MODEL starts from the Hugging Face checkpoint
 in the directory MODEL.
 
-Hardware: two CPU cores, or what MODEL needs. Duration: a minute of processor
+Hardware: two CPU cores, or what MODEL needs. Duration: a minute of CPU
 time, most of it for compiling. Expected: `reward_mean` rises from 0.00 to
 0.20, the reward of a digit; from MODEL, not measured.
 """

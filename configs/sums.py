@@ -6,7 +6,7 @@ The tiny model learns from the rows' solutions what an answer looks like and
 some arithmetic, and from its rewards some more. configs/sums.py:MODEL starts
 from the Hugging Face checkpoint in the directory MODEL.
 
-Hardware: two CPU cores, or what MODEL needs. Duration: six minutes of processor
+Hardware: two CPU cores, or what MODEL needs. Duration: six minutes of CPU
 time. Expected: 52 % of held-out rows before, and 67 % after 140 rounds of the
 tiny model; from MODEL, not measured.
 """

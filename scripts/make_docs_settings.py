@@ -7,10 +7,10 @@ from launch.cli import settings_help
 
 _INTRODUCTION = """# Settings
 
-All settings of `configs/guess_number_moe.py`, which is a run of text with a
-mixture of experts. `--config.PATH=VALUE` changes one; of a part, such as
-`algorithm.loss`, any class of its type can take the place, and has settings of
-its own. For the settings of any config, with all that may stand in a place:
+All settings of `configs/guess_number_moe.py`, which trains a mixture of experts
+on a game. `--config.PATH=VALUE` changes one; any class of its type can replace
+a part, such as `algorithm.loss`, and has settings of its own. To list the
+settings of any config, with everything that may replace a part:
 
 ```sh
 python -m launch.train --config=configs/guess_number_moe.py --config.help

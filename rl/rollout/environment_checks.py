@@ -374,9 +374,7 @@ async def check_repeats(
       f"played twice with the same answers, {fault}: draw everything random "
       "from random.Random(task.seed)"
     )
-  return CheckResult(
-    "repeats", fault, "" if fault else "the same answers bring the same about"
-  )
+  return CheckResult("repeats", fault, "" if fault else "replays are identical")
 
 
 async def check_parallel(

@@ -193,7 +193,8 @@ class AdamW(Descent):
   """Adam with decoupled weight decay.
 
   Attributes:
-    b1, b2: what remains of the means of gradients and of their squares.
+    b1: decay rate of Adam's first moment.
+    b2: decay rate of Adam's second moment.
 
   Source: arXiv 1711.05101, algorithm 2.
   """
@@ -317,7 +318,8 @@ class Muon(Descent):
     momentum: what remains of the mean of gradients (Nesterov's).
     iterations: of Newton and Schulz. Five bring every singular value that is
       at least 0.002 of the gradient's norm to between 0.68 and 1.21.
-    b1, b2: those of Adam.
+    b1: decay rate of Adam's first moment.
+    b2: decay rate of Adam's second moment.
 
   Source: Keller Jordan, Muon, 2024; scale: arXiv 2502.16982, section 2.2.
   """
