@@ -127,6 +127,7 @@ CAUSES = (
       "models.hf.export:export",
       "models.hf.peft:export",
       "models.hf.safetensors_io:whole_directory",
+      "rl.runtime.checkpoint:check_path",
       "twinmesh.new_project:NotNew",
       "twinmesh.new_project:write",
     ),

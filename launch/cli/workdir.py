@@ -91,14 +91,16 @@ def claim(
   Records without the config.json of a run are not touched.
 
   Raises:
-    SettingError: the directory cannot be written, another process uses it, it
-      holds records of something else, or a run with other settings. Settings
+    SettingError: the directory cannot be written or has a path that
+      checkpoints cannot have, another process uses it, it holds records of
+      something else, or a run with other settings. Settings
       that change nothing in what was learned (rounds, evaluation, retention,
       bounds, tracker, progress_timeout_s, decode_processes and backend of the
       placement), or only rounding (its learner_processes), may differ.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.
+  _check_path(directory)
   _check_ours(directory)
   lock = _locked(directory)
   _check_checkpoints(directory)
@@ -275,6 +277,13 @@ def _opened(path: pathlib.Path) -> TextIO:
     raise overrides.SettingError(
       f"--workdir={path.parent} cannot be written: {error.strerror}"
     ) from error
+
+
+def _check_path(directory: pathlib.Path) -> None:
+  try:
+    checkpoint.check_path(directory)
+  except ValueError as error:
+    raise overrides.SettingError(f"--workdir={directory}: {error}") from error
 
 
 def _check_ours(directory: pathlib.Path) -> None:

@@ -37,8 +37,14 @@ _OF_DISK = re.compile(
   r"No space left on device|no space left for [\d.,]+ MB"
   "|Read-only file system|Disk quota exceeded|File too large"
 )
+_STATE, _MANIFEST = "state", "manifest.ocdbt"
+"""The arrays of a checkpoint, and the list of them, which orbax writes last."""
 _DELETED = ".deleted"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+# Orbax takes its own paths for patterns, and finds no file to merge.
+_NOT_IN_PATHS = "[]\\"
 
 
 class Mismatch(Exception):
@@ -91,7 +97,7 @@ class Checkpoints:
     import orbax.checkpoint as ocp
 
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-    self._writing = False
+    self._writing: pathlib.Path | None = None
     self._finishing = threading.Lock()
     self._error: Exception | None = None
     self._damaged: list[int] = []
@@ -122,13 +128,14 @@ class Checkpoints:
       host: data for JSON; copied before the return.
 
     Raises:
-      ValueError: the step exists already.
+      ValueError: the step exists already, or `check_path`.
       OSError: there is no room for it.
       Exception: the error of the save before this one.
     """
     import orbax.checkpoint as ocp
 
     self.wait()
+    check_path(self._directory)
     self._tidy()
     arrays, sums = _by_name(state), checksums(state)
     disk.check_room(self._directory, sum(x.nbytes for x in arrays.values()))
@@ -140,14 +147,15 @@ class Checkpoints:
       # Through JSON and back: the caller may change its data while orbax
       # writes, and keys become the strings that the sum will see on reading.
       body = json.loads(json.dumps({"leaves": leaves, "host": host}))
+      path = self._directory / str(step)
       self._orbax.save(
-        self._directory / str(step),
+        path,
         args=ocp.args.Composite(
           state=ocp.args.PyTreeSave(arrays),
           record=ocp.args.JsonSave({"body": body, "crc32": _sum(body)}),
         ),
       )
-    self._writing = True
+    self._writing = path
 
   async def written(self) -> None:
     """Returns when the last save is over, well or not; `wait` says which."""
@@ -168,12 +176,16 @@ class Checkpoints:
     """
     self._finish()
     error, self._error = self._error, None
+    written, self._writing = self._writing, None
     if error is not None:
       raise error
-    if self._writing:
-      for step in self._steps()[: -self._keep]:
-        _delete(self._directory / str(step))
-    self._writing = False
+    if written is None:
+      return
+    if not (written / _STATE / _MANIFEST).exists():
+      _set_aside(written)
+      raise OSError(f"its {_STATE}/{_MANIFEST} was not written")
+    for step in self._steps()[: -self._keep]:
+      _delete(self._directory / str(step))
 
   def close(self) -> None:
     """Waits as `wait` does and ends the threads."""
@@ -266,10 +278,18 @@ class Checkpoints:
         # removes the rest.
         shutil.rmtree(path, ignore_errors=True)
     for step in self._damaged:
-      aside = self._directory / f"{step}.damaged"
-      _remove(aside)
-      (self._directory / str(step)).rename(aside)
+      _set_aside(self._directory / str(step))
     self._damaged = []
+
+
+def check_path(directory: pathlib.Path | str) -> None:
+  """Raises ValueError unless checkpoints can be kept below a directory."""
+  path = str(pathlib.Path(directory).absolute())
+  if found := "".join(x for x in _NOT_IN_PATHS if x in path):
+    raise ValueError(
+      f"the path {path} has {' and '.join(found)}, with which no checkpoint "
+      "could be read; choose one without"
+    )
 
 
 def checksums(tree: PyTree) -> dict[str, str]:
@@ -344,6 +364,13 @@ def _delete(path: pathlib.Path) -> None:
   trash = path.with_name(path.name + _DELETED)
   path.rename(trash)
   _remove(trash)
+
+
+def _set_aside(path: pathlib.Path) -> None:
+  """Renames a checkpoint that cannot be read."""
+  aside = path.with_name(f"{path.name}.damaged")
+  _remove(aside)
+  path.rename(aside)
 
 
 def _remove(path: pathlib.Path) -> None:

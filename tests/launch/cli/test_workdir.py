@@ -45,6 +45,20 @@ def test_a_config_of_something_else_is_refused_and_kept(tmp_path, experiment):
   assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_path_that_checkpoints_cannot_have_is_refused(
+  tmp_path, experiment, monkeypatch
+):
+  (tmp_path / "lr[3]").mkdir()
+  monkeypatch.chdir(tmp_path / "lr[3]")
+  with pytest.raises(overrides.SettingError) as error:
+    workdir.claim("run", experiment)
+  assert str(error.value) == (
+    f"--workdir=run: the path {tmp_path}/lr[3]/run has [ and ], with which no "
+    "checkpoint could be read; choose one without"
+  )
+  assert not list(pathlib.Path().iterdir())
+
+
 def test_a_directory_of_other_things_may_be_used(tmp_path, experiment):
   (tmp_path / "log.txt").write_text("of the sweep")
   workdir.claim(tmp_path, experiment).close()

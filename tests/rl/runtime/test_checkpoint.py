@@ -322,6 +322,40 @@ def test_a_system_that_is_short_of_something_damages_no_checkpoint(
   assert (newest.step, newest.skipped) == (2, ())
 
 
+def test_a_checkpoint_without_its_list_of_arrays_replaces_none(
+  two_saved, directory
+):
+  for step in (3, 4):  # The error is raised once, and other saves go on.
+    two_saved.save(step, _state(step), {})
+    asyncio.run(two_saved.written())
+    (directory / str(step) / "state" / "manifest.ocdbt").unlink()
+    with pytest.raises(OSError, match="was not written"):
+      two_saved.wait()
+    two_saved.wait()
+  names = sorted(path.name for path in directory.iterdir())
+  assert names == ["1", "2", "3.damaged", "4.damaged"]
+
+
+@pytest.mark.parametrize("name", ["lr[3]", "a]", "a\\b"])
+def test_where_no_checkpoint_could_be_read_none_is_saved(tmp_path, name):
+  opened = checkpoint.Checkpoints(tmp_path / name / "checkpoints", keep=1)
+  with pytest.raises(ValueError, match="choose one without"):
+    opened.save(1, _state(1), {})
+  opened.close()
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_may_be_moved_where_none_could_be_saved(
+  two_saved, directory, tmp_path
+):
+  directory.rename(tmp_path / "lr[3]")
+  opened = checkpoint.Checkpoints(tmp_path / "lr[3]", keep=1)
+  restored = opened.restore(_abstract(_state(0)))
+  opened.close()
+  assert restored is not None
+  assert restored.step == 2
+
+
 def test_a_step_that_exists_is_not_overwritten(two_saved):
   with pytest.raises(ValueError, match="already exists"):
     two_saved.save(2, _state(3), {})
