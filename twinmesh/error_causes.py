@@ -118,6 +118,7 @@ CAUSES = (
     cure="Name another path; `ls -ld` of it and of its parent shows what is"
     " there, and who may write.",
     of=(
+      "launch.cli.workdir:_check_path",
       "launch.cli.workdir:_opened",
       "launch.cli.workdir:make_writable",
       "launch.export:_check_place",

@@ -281,6 +281,13 @@ def _opened(path: pathlib.Path) -> TextIO:
 
 def _check_path(directory: pathlib.Path) -> None:
   try:
+    str(directory.absolute()).encode()
+  except UnicodeEncodeError as error:
+    raise overrides.SettingError(
+      f"--workdir={str(directory)!r}: its path must be UTF-8, as the files of "
+      "a run name it; choose another directory"
+    ) from error
+  try:
     checkpoint.check_path(directory)
   except ValueError as error:
     raise overrides.SettingError(f"--workdir={directory}: {error}") from error

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 
@@ -57,6 +58,14 @@ def test_a_path_that_checkpoints_cannot_have_is_refused(
     "checkpoint could be read; choose one without"
   )
   assert not list(pathlib.Path().iterdir())
+
+
+def test_a_path_that_is_not_utf8_is_refused(tmp_path, experiment):
+  path = tmp_path / os.fsdecode(b"\xff")
+  with pytest.raises(overrides.SettingError, match="must be UTF-8") as error:
+    workdir.claim(path, experiment)
+  assert str(error.value).encode()
+  assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_of_other_things_may_be_used(tmp_path, experiment):
