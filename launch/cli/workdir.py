@@ -275,8 +275,16 @@ def _opened(path: pathlib.Path) -> TextIO:
     return path.open("a")
   except OSError as error:
     raise overrides.SettingError(
-      f"--workdir={path.parent} cannot be written: {error.strerror}"
+      f"--workdir={path.parent} cannot be written: {_reason(error)}"
     ) from error
+
+
+def _reason(error: OSError) -> str:
+  """Returns why a directory cannot be made, or a file in it."""
+  if isinstance(error, FileExistsError):
+    is_there = os.path.exists(error.filename)
+    return f"{error.filename} is a {'file' if is_there else 'link to nothing'}"
+  return error.strerror or str(error)
 
 
 def _check_path(directory: pathlib.Path) -> None:
@@ -406,11 +414,7 @@ def make_writable(path: pathlib.Path, setting: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path):
       pass
-  except FileExistsError as error:
-    raise overrides.SettingError(
-      f"{setting} cannot be written: {path} is a file"
-    ) from error
   except OSError as error:
     raise overrides.SettingError(
-      f"{setting} cannot be written: {error.strerror or error}"
+      f"{setting} cannot be written: {_reason(error)}"
     ) from error

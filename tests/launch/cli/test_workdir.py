@@ -194,3 +194,27 @@ def test_the_command_names_this_python(python, expected, tmp_path, monkeypatch):
 def test_a_directory_that_can_be_written_is_made(tmp_path):
   workdir.make_writable(tmp_path / "a" / "b", "--out=x")
   assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+  ("name", "reason"),
+  [
+    ("file", "file is a file"),
+    ("link", "link is a file"),
+    ("dangling", "dangling is a link to nothing"),
+    ("dangling/run", "dangling is a link to nothing"),
+  ],
+)
+def test_what_is_in_the_place_of_a_directory_is_named(
+  name, reason, tmp_path, experiment, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path("file").touch()
+  pathlib.Path("link").symlink_to("file")
+  pathlib.Path("dangling").symlink_to("nothing")
+  with pytest.raises(overrides.SettingError) as error:
+    workdir.make_writable(pathlib.Path(name), "--out=x")
+  assert str(error.value) == f"--out=x cannot be written: {reason}"
+  with pytest.raises(overrides.SettingError) as error:
+    workdir.claim(name, experiment)
+  assert str(error.value) == f"--workdir={name} cannot be written: {reason}"
