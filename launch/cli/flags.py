@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import json
-import os
 import pathlib
 import pkgutil
 import re
@@ -29,6 +28,7 @@ import envs
 from launch.cli import (
   command_help,
   config_file,
+  output,
   settings_help,
   similar_paths,
 )
@@ -116,9 +116,7 @@ def _has_lost_its_reader() -> bool:
   if not stdout.poll(0):
     return False
   # The interpreter flushes once more when it ends.
-  nowhere = os.open(os.devnull, os.O_WRONLY)
-  os.dup2(nowhere, place)
-  os.close(nowhere)
+  output.drop(sys.stdout)
   return True
 
 

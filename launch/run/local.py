@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from launch.cli import config_file, workdir
+from launch.cli import config_file, output, workdir
 from launch.gateway import agent_server
 from launch.report import log_check, run_files
 from launch.run import (
@@ -57,6 +57,7 @@ _NO_VERSION = -1
 """The version of weights before the first; nothing is played with these."""
 
 
+@output.dropping()
 def train(
   experiment: experiment_lib.Experiment,
   path: str | os.PathLike,
@@ -70,7 +71,7 @@ def train(
   finite, faults left nothing to train, a checkpoint could not be written or
   read, a segment of the log was damaged, or the disk took nothing more. 2: the
   weights of `initial`, or a recorded conversation, cannot be used. 128 +
-  signal: stopped; checkpoints stay.
+  signal: stopped; checkpoints stay. A run goes on if nobody reads its output.
 
   Args:
     began_s: reading of time.monotonic() when the command began, if not now.

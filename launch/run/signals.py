@@ -43,8 +43,9 @@ class Signals:
 
   def _on_signal(self, number: int) -> None:
     self.number = number
-    self._log("stopping at the next safe point; again to end at once")
     self._stop()
+    # Last: nobody may read it, and then it may raise.
+    self._log("stopping at the next safe point; again to end at once")
 
   @contextlib.contextmanager
   def calling(self, stop: Callable[[], object]) -> Iterator[None]:

@@ -8,6 +8,7 @@ import gc
 import json
 import re
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -325,6 +326,14 @@ def test_what_engine_and_learner_say_of_the_same_tokens_is_kept(run_dir):
     assert 0 < row["max"] < 1e-4
     assert len(row["engine"]) == len(row["learner"]) == row["tokens"] > 0
     assert set(row["lags"]) <= {0, 1}
+
+
+def test_a_run_goes_on_without_its_output(run_dir, monkeypatch, capsys):
+  with open("/dev/full", "w") as full:
+    monkeypatch.setattr(sys, "stdout", full)
+    assert local.train(experiment(rounds=1), run_dir) == 0
+  assert (run_dir / "checkpoints" / "1").exists()
+  assert capsys.readouterr().err.count("stdout takes no more") == 1
 
 
 def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):

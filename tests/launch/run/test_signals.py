@@ -39,8 +39,8 @@ def test_the_first_signal_asks_to_stop(number):
 
   asyncio.run(run())
   assert told == [
-    "stopping at the next safe point; again to end at once",
     "stop",
+    "stopping at the next safe point; again to end at once",
   ]
 
 
