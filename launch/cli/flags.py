@@ -65,7 +65,8 @@ def command(program: Callable[[], None]) -> Callable[[Sequence[str]], None]:
   """Returns the `main` of a program that takes flags only.
 
   Ctrl-C ends it, and so does a reader of its output that has seen enough, as in
-  `... | head`: with the exit code that a shell shows of such a signal.
+  `... | head`, unless within `output.dropping`: with the exit code that a shell
+  shows of such a signal. Standard streams may be closed.
   """
 
   @functools.wraps(program)
@@ -81,6 +82,7 @@ def command(program: Callable[[], None]) -> Callable[[Sequence[str]], None]:
 @contextlib.contextmanager
 def exit_on_interrupt() -> Iterator[None]:
   """Ends the process on Ctrl-C, and when nobody reads its output; `command`."""
+  output.open_missing()
   try:
     try:
       yield

@@ -1,4 +1,4 @@
-"""Standard streams of a command whose reader may go away."""
+"""Standard streams of a command: closed ones, and those that lose a reader."""
 
 import contextlib
 import os
@@ -35,6 +35,15 @@ class _Dropping:
     drop(self._stream)
     # On stderr, which may be this stream: then it goes nowhere, too.
     log_line.tell(f"warning: {self._name} takes no more: {error.strerror}")
+
+
+def open_missing() -> None:
+  """Opens those that were closed when the process began on /dev/null."""
+  # In this order, to take their numbers: no other file may get these.
+  for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    if getattr(sys, name) is None:
+      nowhere = os.open(os.devnull, os.O_RDWR)
+      setattr(sys, name, os.fdopen(nowhere, mode))
 
 
 @contextlib.contextmanager

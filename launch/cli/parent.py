@@ -10,7 +10,10 @@ from collections.abc import Callable
 
 
 def watch(end: Callable[[], object]) -> None:
-  """Calls a function in a thread once the standard input has closed."""
+  """Calls a function in a thread once the standard input has closed.
+
+  One that was never open has closed: `flags.command` opens it on nothing.
+  """
 
   def read() -> None:
     # Not by sys.stdin, whose lock would fail the interpreter's own end.

@@ -6,13 +6,15 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 from absl import flags as absl_flags
 from absl.testing import flagsaver
 
-from launch.cli import flags
+from launch.cli import flags, parent
 from rl.settings import overrides
+from tests.helpers import machine_speed
 
 ROOT = pathlib.Path(flags.__file__).parents[2]
 
@@ -407,6 +409,23 @@ def test_a_reader_that_is_gone_ends_a_command_quietly(size):
     )
   # As of a program that SIGPIPE, 13, ended.
   assert (done.returncode, done.stderr) == (128 + 13, b"")
+
+
+def test_a_command_may_have_no_standard_streams(monkeypatch):
+  names = ("stdin", "stdout", "stderr")
+  for name in names:
+    monkeypatch.setattr(sys, name, None)
+  ended = threading.Event()
+
+  def program():
+    print(sys.stdin.read(), flush=True)
+    print("a warning", file=sys.stderr, flush=True)
+    parent.watch(ended.set)
+
+  flags.command(program)(["program"])
+  assert ended.wait(machine_speed.scaled(10))
+  for name in names:
+    getattr(sys, name).close()
 
 
 def test_other_broken_pipes_are_not_hidden(capsys):
