@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import socket
+from typing import Any
 
 from rl.backends import local
 from rl.remote import workers
@@ -58,7 +59,8 @@ def read(run_dir: pathlib.Path, is_alive: bool) -> tuple[str, str]:
   """
   try:
     where = json.loads((run_dir / FILE).read_text())
-    host, address, token = where["host"], where["address"], where["token"]
+    found = [where[name] for name in ("host", "address", "token")]
+    host, address, token = map(_text, found)
   except FileNotFoundError:
     raise workers.Refused(
       f"--join={run_dir} {_reason(run_dir, is_alive)}"
@@ -74,4 +76,10 @@ def read(run_dir: pathlib.Path, is_alive: bool) -> tuple[str, str]:
       f"--join={run_dir}: it runs on {host} and listens there only, so engines "
       "join on that host; start it with another --backend, such as addresses"
     )
-  return str(address), str(token)
+  return address, token
+
+
+def _text(value: Any) -> str:
+  if not isinstance(value, str):
+    raise TypeError(f"{value!r} must be a string")
+  return value

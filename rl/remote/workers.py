@@ -420,7 +420,19 @@ async def join(
     why = error.rcvd.reason if error.rcvd is not None else ""
     raise Refused(f"the run refuses: {why or 'it has ended'}") from error
   except websockets.WebSocketException as error:
+    if _is_unauthorized(error):
+      raise Refused(
+        f"the run at {address} has another token: it was started again since, "
+        "or it is another run"
+      ) from error
     raise Refused(f"no run answers at {address}: {error}") from error
+
+
+def _is_unauthorized(error: websockets.WebSocketException) -> bool:
+  return (
+    isinstance(error, websockets.InvalidStatus)
+    and error.response.status_code == http.HTTPStatus.UNAUTHORIZED
+  )
 
 
 async def _ask(

@@ -46,6 +46,10 @@ def test_a_run_without_an_address_is_refused_with_the_reason(
     ("[]", "is damaged"),
     ("{}", "is damaged: 'host'; start the run again"),
     (
+      json.dumps({"host": "elsewhere", "address": 7, "token": "x"}),
+      "is damaged: 7 must be a string; start",
+    ),
+    (
       json.dumps(
         {"host": "elsewhere", "address": "ws://127.0.0.1:7", "token": "x"}
       ),

@@ -202,7 +202,9 @@ def test_a_guest_is_refused_with_the_reason():
       await join()
     with pytest.raises(workers.Refused, match="pool üü"):
       await workers.join(address, others.token, "ü" * 200)
-    with pytest.raises(workers.Refused, match=r"no run answers .* HTTP 401"):
+    with pytest.raises(
+      workers.Refused, match="has another token: it was started"
+    ):
       await join(token="another")
     with pytest.raises(workers.Refused, match="the run has ended"):
       await join(at="ws://127.0.0.1:9")
