@@ -931,6 +931,20 @@ CAUSES = (
     of=("launch.report.comparison:refuse_metric",),
   ),
   Cause(
+    code="TM-D13",
+    title="The directory of a run was replaced while it ran",
+    sees="runs/first leads to another directory now: that of this run was moved"
+    " or removed; to go on, name it where it is now",
+    why="A run writes to the path that --workdir names. Its directory is no"
+    " longer there, but another one is, which may be that of another run. So it"
+    " ends, and writes nothing more.",
+    cure="Name the directory where it is now, with --workdir. Stop a run before"
+    " its directory is moved.",
+    code_block="twinmesh train --config=moved/first/config.json"
+    " --workdir=moved/first",
+    of=("launch.cli.workdir:Moved",),
+  ),
+  Cause(
     code="TM-R01",
     title="The run waited too long",
     sees="the learner waited 600.0 s for a group (deadline 600.0 s); waiting"

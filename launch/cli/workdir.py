@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from launch.cli import (
@@ -81,6 +81,10 @@ _MAY_CHANGE = (
 )
 
 
+class Moved(OSError):
+  """Another directory has the path of a run that goes on."""
+
+
 def claim(
   path: str | os.PathLike, experiment: experiment_lib.Experiment
 ) -> TextIO:
@@ -121,6 +125,36 @@ def claim(
   run_repair.write(directory / "config.json", text)
   (directory / FAILURE).unlink(missing_ok=True)
   return lock
+
+
+@contextlib.contextmanager
+def held(path: str | os.PathLike) -> Iterator[Callable[[], None]]:
+  """Yields a check that a path still leads to the same directory.
+
+  The lock moves along with a directory, so another run may take its path.
+
+  Raises:
+    Moved: it leads to another one; raised by the check, and in the place of any
+      error of the body.
+    FileNotFoundError: it leads to none; raised by the check.
+  """
+  number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+  def check() -> None:
+    if not os.path.samestat(os.fstat(number), os.stat(path)):
+      raise Moved(
+        f"{path} leads to another directory now: that of this run was moved "
+        "or removed; to go on, name it where it is now"
+      )
+
+  try:
+    yield check
+  except Exception:
+    with contextlib.suppress(FileNotFoundError):
+      check()
+    raise
+  finally:
+    os.close(number)
 
 
 def keep_failure(path: str | os.PathLike, text: str) -> None:

@@ -69,9 +69,10 @@ def train(
   0: all rounds are done and every invariant held. 1: an invariant broke,
   something stalled, all engines were lost for good, gradients were no longer
   finite, faults left nothing to train, a checkpoint could not be written or
-  read, a segment of the log was damaged, or the disk took nothing more. 2: the
-  weights of `initial`, or a recorded conversation, cannot be used. 128 +
-  signal: stopped; checkpoints stay. A run goes on if nobody reads its output.
+  read, a segment of the log was damaged, the disk took nothing more, or another
+  directory took the path of this one. 2: the weights of `initial`, or a
+  recorded conversation, cannot be used. 128 + signal: stopped; checkpoints
+  stay. A run goes on if nobody reads its output.
 
   Args:
     began_s: reading of time.monotonic() when the command began, if not now.
@@ -83,13 +84,19 @@ def train(
   screen.start()
   try:
     loop = logical_clock.LogicalEventLoop if experiment.repeatable else None
-    with asyncio.Runner(loop_factory=loop) as runner:
+    with (
+      workdir.held(run_dir) as check,
+      asyncio.Runner(loop_factory=loop) as runner,
+    ):
       clock = runner.get_loop().time
-      run = _Run(experiment, run_dir, screen, clock, begun)
+      run = _Run(experiment, run_dir, check, screen, clock, begun)
       code = runner.run(run.train())
     if code == 1:
       workdir.keep_failure(run_dir, "its log breaks a promise; see report.html")
     return code
+  except workdir.Moved as error:  # Not kept: it would be in another directory.
+    screen.note(error_codes.text(error))
+    return 1
   except load.Unusable as error:
     code = error_codes.code_of(error)
     _fail(run_dir, screen, error_codes.text(f"initial={error}", code))
@@ -142,12 +149,13 @@ class _Run(progress_lib.RunObserver):
     self,
     experiment: experiment_lib.Experiment,
     run_dir: pathlib.Path,
+    check: Callable[[], None],
     screen: display.Display,
     clock: Callable[[], float],
     begun: startup.Startup,
   ):
     self._experiment = experiment
-    self._dir = run_dir
+    self._dir, self._check = run_dir, check
     self._screen = screen
     self._parts = assemble.build(
       experiment, run_dir, screen.note, agent_server.listen, clock
@@ -194,7 +202,7 @@ class _Run(progress_lib.RunObserver):
 
     for file in (self._parts.log.file, self._parts.spans.file):
       assert file is not None
-      file.on_unwritable = give_up
+      file.on_unwritable, file.check = give_up, self._check
     try:
       with status_server.serving(
         self._dir,
@@ -384,6 +392,7 @@ class _Run(progress_lib.RunObserver):
       parts.spans,
       self._screen.note,
       functools.partial(initial_state.fetched, parts),
+      self._check,
     )
     with contextlib.closing(files), self._signals.calling(files.stop):
       state = await initial_state.create(
@@ -407,6 +416,7 @@ class _Run(progress_lib.RunObserver):
 
   async def on_round(self, trained: progress_lib.TrainedRound) -> None:
     """Writes and shows the metrics of a round and a few of its episodes."""
+    self._check()
     groups = trained.groups
     time_s = time.monotonic() - self._parts.spans.origin
     repetition = rollout_samples.repetition(groups)
@@ -492,6 +502,7 @@ class _Run(progress_lib.RunObserver):
         deadline_s=self._experiment.progress_timeout_s,
       )
     now = await initial_state.fetched(self._parts, progress)
+    self._check()
     with (
       self._parts.spans.span("host", "checkpoint", round=trained),
       self._waiting_for_disk(what),
@@ -529,6 +540,7 @@ class _Run(progress_lib.RunObserver):
       )
     time_s = time.monotonic() - self._parts.spans.origin
     row = {"version": version, "time_s": time_s, **dataclasses.asdict(outcome)}
+    self._check()
     self._metrics.evaluation(version, row)
     self._screen.evaluation(outcome.success, outcome.low, outcome.high)
     if warning := round_warnings.of_evaluation(version, outcome):

@@ -48,6 +48,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     spans: trace.Trace,
     note: Callable[[str], None],
     fetched: Callable[[warm_start.Imitation], Awaitable[warm_start.Imitation]],
+    check: Callable[[], None] = lambda: None,
   ):
     """Opens the checkpoints only; `on_begin` opens the lines.
 
@@ -55,6 +56,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       experiment: has a warm start.
       note: shows a line to the user.
       fetched: see `initial_state.fetched`.
+      check: called before each write; see `workdir.held`.
     """
     assert experiment.warm_start is not None
     self.checkpoints = self._saved = checkpoint.Checkpoints(
@@ -62,7 +64,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     )
     self._dir, self._settings = run_dir, experiment.warm_start
     self._spans, self._note = spans, note
-    self._fetched = fetched
+    self._fetched, self._check = fetched, check
     self._stopping = False
     self._lines = None
 
@@ -96,6 +98,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
   def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
     """Writes one line."""
     assert self._lines is not None
+    self._check()
     before_s, self._mark_s = self._mark_s, time.monotonic()
     names = [*_COLUMNS, *(n for n in _OPTIONAL if n in metrics)]
     row = {name: metrics[name] for name in names} | {
@@ -118,6 +121,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     if not (due or self._stopping):
       return
     now = await self._fetched(now)
+    self._check()
     what = f"the checkpoint after {self._of(now.trained)}, or that before it,"
     with (
       self._saved.saving(what),

@@ -15,6 +15,7 @@ class LineFile:
 
   Attributes:
     on_unwritable: called with the first error of `try_append`; None raises it.
+    check: called before each write; raises OSError where none may be made.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -22,6 +23,7 @@ class LineFile:
     self._path = path
     self._failed = False
     self.on_unwritable: Callable[[OSError], None] | None = None
+    self.check: Callable[[], None] | None = None
     path.touch()
     with path.open("rb") as file:
       if file.seek(0, os.SEEK_END):
@@ -35,6 +37,8 @@ class LineFile:
     Raises:
       OSError: the file is as before.
     """
+    if self.check is not None:
+      self.check()
     rest = memoryview("".join(f"{line}\n" for line in lines).encode())
     with self._path.open("ab", buffering=0) as file:
       before = file.tell()

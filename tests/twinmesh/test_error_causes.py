@@ -166,6 +166,15 @@ def run_in_use():
     workdir.claim("runs/first", RUN)
 
 
+def replaced_directory():
+  path = pathlib.Path("runs/first")
+  path.mkdir(parents=True)
+  with workdir.held(path) as check:
+    path.rename("moved")
+    path.mkdir()
+    check()
+
+
 def all_damaged():
   pathlib.Path("runs/first/checkpoints/5.damaged").mkdir(parents=True)
   workdir.check_none_damaged("runs/first")
@@ -285,6 +294,7 @@ EXACT = {
   "TM-D10": lambda: replay.resolve("runs/first/skipped/1"),
   "TM-D11": lambda: calibration.read(pathlib.Path("runs/first")),
   "TM-D12": lambda: comparison.check_documented("succes"),
+  "TM-D13": replaced_directory,
   "TM-H02": lambda: access.of_flags("0.0.0.0", "0.0.0.0", None),
   "TM-H03": lambda: http_server.read_tls("cert.pem", None),
 }

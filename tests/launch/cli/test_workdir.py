@@ -113,6 +113,39 @@ def test_the_error_of_a_run_is_kept_until_it_goes_on(tmp_path, experiment):
   assert not workdir.failure(tmp_path)
 
 
+def test_a_directory_that_is_replaced_is_noticed(tmp_path):
+  path, away = tmp_path / "run", tmp_path / "away"
+  path.mkdir()
+  with workdir.held(path) as check:
+    check()
+    path.rename(away)
+    with pytest.raises(FileNotFoundError):
+      check()
+    path.symlink_to(away)
+    check()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(workdir.Moved, match="to go on, name it where it is"):
+      check()
+
+
+def test_a_replaced_directory_is_the_error_in_the_place_of_any_other(tmp_path):
+  path = tmp_path / "run"
+  path.mkdir()
+
+  def fail(replaced: bool):
+    path.rmdir()
+    if replaced:
+      path.mkdir()
+    raise ValueError("another")
+
+  with pytest.raises(ValueError, match="another"), workdir.held(path):
+    fail(replaced=False)
+  path.mkdir()
+  with pytest.raises(workdir.Moved), workdir.held(path):
+    fail(replaced=True)
+
+
 @pytest.mark.parametrize("name", ["25", "25.damaged"])
 def test_a_checkpoint_whole_or_damaged_keeps_the_records(
   name, tmp_path, experiment

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import json
+import pathlib
 import re
 import signal
 import sys
@@ -334,6 +335,32 @@ def test_a_run_goes_on_without_its_output(run_dir, monkeypatch, capsys):
     assert local.train(experiment(rounds=1), run_dir) == 0
   assert (run_dir / "checkpoints" / "1").exists()
   assert capsys.readouterr().err.count("stdout takes no more") == 1
+
+
+@dataclasses.dataclass
+class Replacing:
+  """A reward in the midst of whose calls the directory of the run is moved."""
+
+  directory: pathlib.Path
+  stateless: ClassVar = True
+
+  async def __call__(self, task, transcripts):
+    away = self.directory.with_name("away")
+    if not away.exists():
+      self.directory.rename(away)
+      self.directory.mkdir()
+    return await rewards.Outcome()(task, transcripts)
+
+
+def test_a_run_that_is_moved_writes_nothing_where_another_begins(
+  run_dir, capsys
+):
+  path = run_dir / "run"
+  path.mkdir()
+  write_config(path, SCHEDULE)
+  assert local.train(experiment(reward=Replacing(path)), path) == 1
+  assert "error: " + str(path) in capsys.readouterr().out
+  assert list(path.iterdir()) == []
 
 
 def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):

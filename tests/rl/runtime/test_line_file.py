@@ -47,6 +47,19 @@ def test_what_does_not_fit_leaves_the_file_as_it_was(tmp_path):
   assert path.read_text() == "one\nsecond\n"
 
 
+def test_no_line_is_written_that_the_check_refuses(tmp_path):
+  path = tmp_path / "lines"
+  file = line_file.LineFile(path)
+
+  def refuse():
+    raise OSError("of another run")
+
+  file.check = refuse
+  with pytest.raises(OSError, match="of another run"):
+    file.append(["one"])
+  assert path.read_text() == ""
+
+
 def test_the_first_error_is_told_once_and_nothing_is_tried_after_it(tmp_path):
   path = tmp_path / "lines"
   file, told = line_file.LineFile(path), []
