@@ -607,9 +607,12 @@ class _Run(progress_lib.RunObserver):
     """Ends a run that a signal stopped between two rounds."""
     self._signals.interrupt()
     self._wait_for_save()
-    self._screen.note(
-      f"saved after {self._saved} rounds; to go on:\n  {workdir.command()}"
-    )
+    is_last = self._saved >= self._experiment.rounds
+    note = f"saved after {'all ' * is_last}{self._saved} rounds"
+    if not (is_last and self._is_evaluated(self._saved)):
+      aim = "evaluate" if is_last else "go on"
+      note += f"; to {aim}:\n  {workdir.command()}"
+    self._screen.note(note)
     return self._conclude() or 128 + self._signals.number
 
   def _finish(self) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import json
+import os
 import pathlib
 import re
 import signal
@@ -19,7 +20,7 @@ import pytest
 from envs import base
 from envs.rewards import rewards
 from launch.cli import workdir
-from launch.run import local
+from launch.run import display, local
 from models import config as model_config
 from rl import experiment as experiment_lib
 from rl.algorithms import kl, presets, references
@@ -361,6 +362,22 @@ def test_a_run_that_is_moved_writes_nothing_where_another_begins(
   assert local.train(experiment(reward=Replacing(path)), path) == 1
   assert "error: " + str(path) in capsys.readouterr().out
   assert list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+  ("episodes", "told"),
+  [(0, "after all 1 rounds\n"), (4, "after all 1 rounds; to evaluate:\n")],
+)
+def test_a_run_stopped_in_its_last_round_says_what_is_left(
+  episodes, told, run_dir, monkeypatch, capsys
+):
+  def stop(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  monkeypatch.setattr(display.Display, "update", stop)
+  tree = experiment(rounds=1, episodes=episodes)
+  assert local.train(tree, run_dir) == 128 + signal.SIGTERM
+  assert f"saved {told}" in capsys.readouterr().out
 
 
 def test_a_run_of_no_rounds_is_its_warm_start_and_is_saved(run_dir, capsys):
