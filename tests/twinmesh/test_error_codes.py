@@ -25,6 +25,7 @@ HANDLED = {
   "rl.loop.coordinator:Stopped",
   "rl.remote.weight_store:DamagedFile",
   "rl.remote.wire:Malformed",
+  "rl.rollout.environment_trial:PlaysItself",
   "rl.rollout.member_requests:Diverged",
   "rl.rollout.starting:_Refused",
   "rl.runtime.isolation:Fault",
