@@ -23,10 +23,12 @@ _FEW_CANCELLED = 50
 # Timers this close fall together, in seconds. It must stay above the rounding
 # of time(): 1e-7 lasts for 25 years.
 _RESOLUTION_S = 1e-7
+# Timers that may follow one another at one time; more of them never end.
+_MAX_AT_ONCE = 1_000_000
 
 
 class Deadlock(RuntimeError):
-  """Tasks wait for each other, and no timer will ever wake them."""
+  """The clock stands still: no timer is left, or new ones are due at once."""
 
 
 class _Handle(asyncio.Handle):
@@ -90,13 +92,13 @@ class EventLoop(asyncio.SelectorEventLoop):
 
   Raises:
     Deadlock: out of `run_forever` and all that calls it, when nothing is ready
-      and nothing is scheduled.
+      and nothing is scheduled, or when timers fire again and again at one time.
   """
 
   def __init__(self):
     super().__init__()
     self._now_s = 0.0
-    self.jumps = 0
+    self.jumps = self._num_at_once = 0
     # Timers with their times first, which compare without running Python: a
     # heap and, sorted, those that were later than all before them. Such are
     # deadlines, which are many, and mostly cancelled.
@@ -196,6 +198,14 @@ class EventLoop(asyncio.SelectorEventLoop):
     if when_s > self._now_s:
       self._now_s += when_s - self._now_s
       self.jumps += 1
+      self._num_at_once = 0
+      return
+    self._num_at_once += 1
+    if self._num_at_once > _MAX_AT_ONCE:
+      raise Deadlock(
+        f"{_MAX_AT_ONCE:,} timers followed one another at {self._now_s:g} s: "
+        "each is due at once\n" + _waiting(self)
+      )
 
   def _forget_cancelled(self) -> None:
     """Drops cancelled timers, which are the most."""
@@ -228,7 +238,7 @@ def run(main: Coroutine[Any, Any, _T]) -> _T:
   has the virtual one.
 
   Raises:
-    Deadlock: names the tasks that wait for each other.
+    Deadlock: names the tasks that wait.
   """
   try:
     asyncio.get_running_loop()
@@ -244,18 +254,19 @@ def _run(main: Coroutine[Any, Any, _T]) -> _T:
 
 
 def _describe(loop: asyncio.AbstractEventLoop | None) -> str:
+  """Returns the number of waiting tasks, and each with its line."""
+  number = len(asyncio.all_tasks(loop))
+  head = f"{number} tasks wait and no timer is left to wake them:"
+  return f"{head}\n{_waiting(loop)}"
+
+
+def _waiting(loop: asyncio.AbstractEventLoop | None) -> str:
   """Returns the waiting tasks, each with its line."""
   tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
   lines = [f"  {task.get_name()}: {_place(task)}" for task in tasks]
   more = len(lines) - _NUM_NAMED
   tail = [f"  and {more} more"] if more > 0 else []
-  return "\n".join(
-    [
-      f"{len(tasks)} tasks wait and no timer is left to wake them:",
-      *lines[:_NUM_NAMED],
-      *tail,
-    ]
-  )
+  return "\n".join([*lines[:_NUM_NAMED], *tail])
 
 
 def _place(task: asyncio.Task[Any]) -> str:

@@ -22,7 +22,8 @@ from rl.engine import contract
 from rl.settings import checks
 from rl.simulation import prefill_pool
 
-# In tokens and seconds: above the rounding errors of the loop's clock.
+# Jobs this close to their end are due, in tokens or in seconds, whichever is
+# longer: above the rounding errors of the loop's clock.
 _CLOSE = 1e-4
 _CLOSE_S = 1e-6
 
@@ -148,6 +149,8 @@ class Processor:
     "_activity",
     "_cached",
     "_cached_tokens",
+    "_close",
+    "_close_prefill",
     "_coming",
     "_decode",
     "_elsewhere",
@@ -181,6 +184,7 @@ class Processor:
     self, speed: Speed, elsewhere: prefill_pool.PrefillQueue | None = None
   ):
     self.speed = speed
+    self._close_prefill = max(_CLOSE, _CLOSE_S * speed.prefill_per_s)
     self._elsewhere = elsewhere
     # (second of arrival, number, job): keys and values on their way.
     self._coming: list[tuple[float, int, Job]] = []
@@ -212,6 +216,7 @@ class Processor:
   def _decode_together(self, sequences: int) -> None:
     """Sets how many decode, and with it the seconds of a token."""
     self.decoding, self._tau_s = sequences, self.speed.tau_s(sequences)
+    self._close = max(_CLOSE, _CLOSE_S / self._tau_s)
 
   def advance(self, now_s: float) -> None:
     """Accounts for the time since the last call."""
@@ -281,11 +286,12 @@ class Processor:
     if self._stands:
       return []
     done, decode, prefill = [], self._decode, self._prefill
-    while decode and decode[0][0] <= self._service + _CLOSE:
+    while decode and decode[0][0] <= self._service + self._close:
       job = heapq.heappop(decode)[2]
       if job.place == "decode":
+        job.target = self._service  # With all its tokens.
         done.append(job)
-    while prefill and prefill[0][0] <= self._encoded + _CLOSE:
+    while prefill and prefill[0][0] <= self._encoded + self._close_prefill:
       self._begin(prefill.popleft()[1])
     while self._coming and self._coming[0][0] <= self.now_s + _CLOSE_S:
       job = heapq.heappop(self._coming)[2]

@@ -298,7 +298,8 @@ def simulate(
 
   Raises:
     ValueError: see `Simulation.validate`.
-    virtual_clock.Deadlock: every task waits for another.
+    virtual_clock.Deadlock: every task waits for another, or the virtual clock
+      stands still.
   """
   settings.validate()
   before = gc.get_threshold()

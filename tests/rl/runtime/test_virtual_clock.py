@@ -143,6 +143,23 @@ def test_a_deadlock_is_an_error_that_names_who_waits():
     virtual_clock.run(main())
 
 
+def test_timers_that_are_always_due_at_once_end_the_loop(monkeypatch):
+  monkeypatch.setattr(virtual_clock, "_MAX_AT_ONCE", 100)
+
+  async def main():
+    loop = asyncio.get_running_loop()
+
+    def again():
+      loop.call_at(loop.time(), again)
+
+    again()
+    await asyncio.sleep(1.0)
+
+  words = r"^100 timers followed one another at 0 s(?s:.*)main, line"
+  with pytest.raises(virtual_clock.Deadlock, match=words):
+    virtual_clock.run(main())
+
+
 def test_a_long_list_of_waiting_tasks_is_cut():
   async def main():
     waits = [asyncio.Event().wait() for _ in range(20)]

@@ -136,6 +136,33 @@ def test_what_is_ended_while_it_is_encoded_takes_no_more_time(
   assert prefilled == ids
 
 
+@pytest.mark.parametrize(
+  "quick", [{"prefill_per_s": 1e9}, {"tau0_s": 1e-9}], ids=["prefill", "decode"]
+)
+def test_work_ends_where_the_clock_is_coarser_than_its_speed(quick):
+  # At 1e6 s the clock's numbers are 1.2e-10 s apart: 0.1 ids, or 0.1 tokens.
+  processor = simulated_processor.Processor(dataclasses.replace(SPEED, **quick))
+  processor.advance(1e6)
+  jobs = [job(length, tokens=10 * length) for length in range(1, 40)]
+  assert _steps(processor, jobs) < 4 * len(jobs)
+  assert processor.sampled == sum(range(1, 40))
+
+
+def _steps(processor, jobs):
+  """Returns how often jobs are looked at until all have ended."""
+  for one in jobs:
+    processor.submit(one)
+  now_s, left, steps = processor.now_s, len(jobs), 0
+  while left and (steps := steps + 1) < 1000:
+    processor.advance(now_s)
+    while done := processor.settle():
+      left -= len(done)
+      for one in done:
+        processor.end(one)
+    now_s += processor.wait_s() if left else 0.0
+  return steps
+
+
 def test_all_room_is_given_back():
   processor = simulated_processor.Processor(SPEED)
   run_all(processor, [job(n, session=str(n)) for n in range(1, 40)])
