@@ -170,7 +170,7 @@ def _row(one: search.ChoiceEstimate) -> tuple[str, ...]:
     f"{one.lag_mean:.2f}",
     str(one.lag_max),
     _short(one.cost),
-    _short(1000.0 * one.cost / one.tokens),
+    _short(1000.0 * one.cost / one.tokens) if one.tokens else "-",
     f"{one.result.useful:.1%}",
     f"{one.bound_by} {one.share:.0%}",
   )

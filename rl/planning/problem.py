@@ -75,7 +75,7 @@ class Goal:
 
     Args:
       cost: of a second.
-      tokens: trained in a step.
+      tokens: trained in a step; 0 if every group is lost.
       lag: mean of the trained groups.
       faults: share of the episodes.
     """
@@ -86,12 +86,11 @@ class Goal:
       faults - self.max_faults,
       0.0,
     )
-    objectives = {
-      "step_s": step_s,
-      "cost": cost * step_s,
-      "cost_per_token": cost * step_s / tokens,
-    }
-    return above, objectives[self.minimise]
+    if self.minimise == "step_s":
+      return above, step_s
+    if self.minimise == "cost":
+      return above, cost * step_s
+    return above, cost * step_s / tokens if tokens else math.inf
 
   def validate(self) -> None:
     """Raises ValueError on bounds that no run could keep."""

@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import math
+import re
 
 import pytest
 from absl.testing import flagsaver
@@ -177,6 +179,23 @@ def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
   assert "simulated 1 of" in text
   assert "stopped there, at max_simulations=1" in text
   assert "goal not met: max_step_s=0.1" in text
+
+
+def test_where_nothing_is_trained_an_id_has_no_price():
+  lost = dataclasses.replace(planned_fleets.GUESSES, reward_fault=1.0)
+  problem = dataclasses.replace(
+    question(),
+    workloads=(lost,),
+    goal=problem_lib.Goal(minimise="cost_per_token"),
+    space=problem_lib.Space(schedules=("sync",)),
+    rounds=1,
+    max_simulations=1,
+  )
+  found = search.best_of(problem, *search.candidates(problem))
+  assert found.best.key == (0.0, math.inf)
+  stream = io.StringIO()
+  plan.show(found, problem, stream)
+  assert re.search(r" - +0\.0%  ", stream.getvalue())
 
 
 @pytest.mark.parametrize(
