@@ -10,7 +10,7 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   begun_anew   group, attempt, index, tokens, reason      it does not; so many
                tokens of before the restart are lost
   first_token  group, attempt, index, version             t: when it was sampled
-  turn         group, attempt, index, number, tokens, decode_s, env_s
+  turn         group, attempt, index, number, tokens, decode_s, queue_s, env_s
   ended        group, attempt, index, status, turns, tokens, length, versions
   aborted      group, attempt, index, reason, turns, tokens, length, versions
   grading      group, attempt, index                      its reward was called

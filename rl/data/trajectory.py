@@ -59,6 +59,7 @@ class Turn:
     versions: policy that sampled each token; never decreases.
     stop: why sampling ended.
     decode_s, env_s: seconds spent on the answer and on the reply to it.
+    queue_s: those of `decode_s` in which it waited for a slot of the engine.
     reward: the environment's for this answer; 0 when it did not get so far. A
       trajectory has its own `reward`, as graded.
     experts: k experts that each of S sparse layers chose for every id, context
@@ -82,6 +83,7 @@ class Turn:
   reward: float = 0.0
   experts: Int[np.ndarray, "ids S k"] | None = None
   opens: bool = False
+  queue_s: float = 0.0
 
   def __post_init__(self):
     if self.experts is None:
@@ -347,6 +349,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
       "versions": turn.versions.tolist(),
       "stop": turn.stop,
       "decode_s": turn.decode_s,
+      "queue_s": turn.queue_s,
       "env_s": turn.env_s,
       "reward": turn.reward,
       "experts": None if turn.experts is None else turn.experts.tolist(),
@@ -380,6 +383,7 @@ def trajectory_from_json(data: Mapping[str, Any]) -> Trajectory:
       versions=np.asarray(turn["versions"], np.int32),
       stop=turn["stop"],
       decode_s=turn["decode_s"],
+      queue_s=turn.get("queue_s", 0.0),
       env_s=turn["env_s"],
       reward=turn.get("reward", 0.0),
       experts=_experts_from_json(turn),

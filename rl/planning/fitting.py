@@ -37,14 +37,15 @@ def answers(turns: Iterable[event_log.Event]) -> tuple[Samples, Samples]:
   """Returns the load and the seconds a token of every answer.
 
   The load is the number of answers under way, itself included, as a mean over
-  its time.
+  its time. An answer begins when it has a slot.
 
   Args:
     turns: of one engine, each with at least one token.
   """
   turns = list(turns)
   ends = np.array([e["t"] - e["env_s"] for e in turns])
-  took = np.array([max(e["decode_s"], 1e-6) for e in turns])
+  decoded = (e["decode_s"] - e.get("queue_s", 0.0) for e in turns)
+  took = np.array([max(seconds, 1e-6) for seconds in decoded])
   tokens = np.array([e["tokens"] for e in turns], np.float64)
   edges = np.concatenate([ends - took, ends])
   order = np.argsort(edges, kind="stable")
@@ -161,11 +162,15 @@ def seconds(values: Sequence[float]) -> distributions.Distribution:
   )
 
 
-def counts(values: Sequence[int]) -> distributions.Histogram:
-  """Returns the frequencies of whole numbers."""
-  counted = collections.Counter(values)
+def counts(
+  values: Sequence[int], weights: Sequence[float] | None = None
+) -> distributions.Histogram:
+  """Returns the frequencies of whole numbers; None: of equal weights."""
+  counted: dict[int, float] = collections.defaultdict(float)
+  for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
+    counted[value] += weight
   numbers = range(min(counted), max(counted) + 1)
   edges = [number - 0.5 for number in (*numbers, numbers.stop)]
   return distributions.Histogram(
-    edges=tuple(edges), counts=tuple(float(counted[n]) for n in numbers)
+    edges=tuple(edges), counts=tuple(counted[n] for n in numbers)
   )

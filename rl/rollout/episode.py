@@ -370,6 +370,7 @@ class PartialTrajectory:
       versions=completion.versions,
       stop=completion.stop,
       decode_s=completion.decode_s,
+      queue_s=completion.queue_s,
       env_s=env_s,
       reward=reward,
       experts=experts,

@@ -544,6 +544,7 @@ class _Member:
       number=number,
       tokens=len(turn.tokens),
       decode_s=round(turn.decode_s, 6),
+      queue_s=round(turn.queue_s, 6),
       env_s=round(turn.env_s, 6),
     )
 

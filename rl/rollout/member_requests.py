@@ -341,6 +341,7 @@ def _open_turn(
     versions=answer.versions,
     stop="abort",
     decode_s=answer.decode_s,
+    queue_s=answer.queue_s,
     experts=None if experts is None else experts[start:],
   )
 
@@ -364,6 +365,7 @@ def _as_completion(
     stop=stop,
     cached_tokens=0,
     decode_s=last.decode_s,
+    queue_s=last.queue_s,
     experts=np.concatenate(experts) if experts else None,
   )
 
@@ -399,6 +401,7 @@ def _joined(
     versions=np.concatenate([first.versions, rest.versions]),
     decode_s=first.decode_s + rest.decode_s,
     experts=experts,
+    queue_s=first.queue_s + rest.queue_s,
   )
 
 

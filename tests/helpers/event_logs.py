@@ -88,7 +88,7 @@ class Run:
       self.turn(*place, number=0)
 
   def turn(self, group: int, attempt: int, index: int, number: int) -> None:
-    times = {"tokens": 5, "decode_s": 0.5, "env_s": 0.1}
+    times = {"tokens": 5, "decode_s": 0.5, "queue_s": 0.0, "env_s": 0.1}
     self.member("turn", group, attempt, index, number=number, **times)
 
   def abort(

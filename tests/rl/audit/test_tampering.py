@@ -9,6 +9,7 @@ from tests.helpers import event_logs as logs
 
 UNNOTICED = {
   ("turn", "decode_s"): "seconds that nothing else tells",
+  ("turn", "queue_s"): "seconds that nothing else tells",
   ("turn", "env_s"): "seconds that nothing else tells",
   ("ended", "length"): "ids of contexts are in no other event",
   ("dequeued", "length"): "ids of contexts are in no other event",

@@ -19,6 +19,7 @@ def _turn(context, tokens, versions, experts=None):
     versions=np.asarray(versions, np.int32),
     stop="stop",
     decode_s=0.25,
+    queue_s=0.125,
     experts=None if experts is None else np.asarray(experts, np.int32),
   )
 
