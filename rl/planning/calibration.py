@@ -8,8 +8,10 @@ events.jsonl  turns     -> tau(b): seconds of a token when b answers are under
 spans.jsonl   learner   -> seconds of a trained id, of an optimizer step
 
 A short run of any schedule will do, since waits between its parts do not count.
-Neither does the first round, in which programs are compiled, unless it is the
-only one.
+Neither does the first round, nor one after a restart, in which programs are
+compiled, unless there are no others. Speeds of the learner are medians, as
+some programs are compiled later. Faults are drawn at random, as often as they
+came: failed starts, steps that raised, and rewards that no call gave.
 """
 
 import collections
@@ -26,22 +28,25 @@ import numpy as np
 from models import untrusted_files
 from rl import experiment
 from rl.audit import event_log
+from rl.data import trajectory
 from rl.planning import fitting, fleet
 from rl.planning import problem as problem_lib
-from rl.pools import placement
 from rl.runtime import segments, trace
 from rl.settings import overrides
 from rl.simulation import distributions, workload
 
 _MAX_CONFIG = 16 * untrusted_files.MIB
 _MORE = "let it run for a few rounds"
+_ENV_FAULT = trajectory.Status.ENV_FAULT.value
+_REWARD_FAULT = trajectory.Status.REWARD_FAULT.value
 _PLACE = ("group", "attempt", "index")
 # The fields used of each kind of event; see `rl.audit.event_log`.
 _FIELDS: Mapping[str, Sequence[str]] = {
   "submitted": ("group", "attempt", "source"),
   "admitted": (*_PLACE, "engine"),
   "turn": (*_PLACE, "number", "tokens", "decode_s", "env_s"),
-  "ended": (*_PLACE, "turns", "tokens", "length"),
+  "ended": (*_PLACE, "status", "turns", "tokens", "length"),
+  "fault": (*_PLACE, "status"),
   "grading": _PLACE,
   "reward": _PLACE,
   "trained": ("group", "attempt", "version", "members"),
@@ -51,6 +56,20 @@ _FIELDS: Mapping[str, Sequence[str]] = {
   "decode_suspended": ("version", "engine"),
   "decode_resumed": ("version", "engine"),
 }
+
+
+class Update(NamedTuple):
+  """An optimizer step of a run.
+
+  Attributes:
+    round: (restarts before it, version).
+    warms: it belongs to the first round after a start of the run.
+    ids: that it trained.
+  """
+
+  round: tuple[int, int]
+  warms: bool
+  ids: int
 
 
 class Rates(NamedTuple):
@@ -78,8 +97,11 @@ class CalibrationRun:
   """The records of a run, read from its directory.
 
   Attributes:
-    first: version from which on speeds count.
-    start_s: start of that round.
+    log: as if the run had never been interrupted.
+    first: version from which on publishes count.
+    start_s: start of the first update.
+    updates: all of them, also those that a restart has repeated.
+    warming: stretches of time until the first round after each start is over.
     sources: of every attempt at a group.
   """
 
@@ -88,7 +110,9 @@ class CalibrationRun:
   spans: Sequence[trace.Span]
   first: int
   start_s: float
-  placement: placement.Placement
+  updates: Sequence[Update]
+  warming: Sequence[trace.Interval]
+  settings: experiment.Experiment
   sources: Mapping[tuple[int, int], str]
 
   def of(self, kind: str, source: str | None = None) -> list[event_log.Event]:
@@ -118,18 +142,21 @@ def read(path: pathlib.Path) -> CalibrationRun:
         f"--calibrate={path}: the beginning of {name} was deleted "
         "(retention.log_bytes); name a run whose logs are whole"
       )
-  log = _log(path)
-  ends = {e["version"]: e["end"] for e in event_log.of_kind(log, "update")}
-  if not ends:
+  raw = _log(path)
+  log = list(event_log.surviving(raw))
+  trained = list(event_log.of_kind(log, "update"))
+  if not trained:
     raise ValueError(f"--calibrate={path}: it has trained no round; {_MORE}")
-  first, *others = sorted(ends)
+  first, *others = sorted({e["version"] for e in trained})
   return CalibrationRun(
     path=path,
     log=log,
     spans=_spans(path),
     first=others[0] if others else first,
-    start_s=ends[first] if others else 0.0,
-    placement=_placement(path),
+    start_s=next(event_log.of_kind(raw, "update"))["start"],
+    updates=_updates(raw),
+    warming=_warming(raw),
+    settings=_settings(path),
     sources={
       (e["group"], e["attempt"]): e["source"]
       for e in log
@@ -153,6 +180,44 @@ def _log(path: pathlib.Path) -> list[event_log.Event]:
   return log
 
 
+def _updates(log: Sequence[event_log.Event]) -> list[Update]:
+  """Returns all updates, in the order in which they ran."""
+  lengths: dict[fitting.MemberId, int] = {}
+  updates: list[Update] = []
+  restarts = ids = 0
+  first: int | None = None  # Version, since the start of the run.
+  for event in log:
+    match event["kind"]:
+      case "resumed":
+        restarts, ids, first = restarts + 1, 0, None
+      case "ended":
+        lengths[event_log.member(event)] = event["length"]
+      case "trained":
+        place = event["group"], event["attempt"]
+        used = event.get("used", event["members"])
+        ids += sum(lengths.get((*place, i), 0) for i in used)
+      case "update":
+        version = event["version"]
+        first = version if first is None else first
+        warms = version == first
+        updates.append(Update((restarts, version), warms, ids))
+        ids = 0
+  return updates
+
+
+def _warming(log: Sequence[event_log.Event]) -> list[trace.Interval]:
+  """Returns the time from each start of a run to the end of its first round."""
+  found: list[trace.Interval] = []
+  begun, end, first = 0.0, math.inf, None
+  for event in log:
+    if event["kind"] == "resumed":
+      found.append((begun, end))
+      begun, end, first = event["t"], math.inf, None
+    elif event["kind"] == "update" and first in (None, event["version"]):
+      first, end = event["version"], event["end"]
+  return [*found, (begun, end)]
+
+
 def _check_lines(file: pathlib.Path, found: int, what: str) -> None:
   """Raises ValueError unless all lines but a cut last one were found."""
   count, is_cut = 0, False
@@ -172,7 +237,7 @@ def _spans(path: pathlib.Path) -> list[trace.Span]:
   return found
 
 
-def _placement(path: pathlib.Path) -> placement.Placement:
+def _settings(path: pathlib.Path) -> experiment.Experiment:
   try:
     # Of a run of many config files, which it keeps.
     data = untrusted_files.read_json(path / "config.json", _MAX_CONFIG)
@@ -184,7 +249,7 @@ def _placement(path: pathlib.Path) -> placement.Placement:
       f"--calibrate={path}: config.json holds no rl.experiment.Experiment; "
       "name the --workdir of a run"
     )
-  return settings.placement
+  return settings
 
 
 def apply(
@@ -231,13 +296,13 @@ def _calibrated(
   kind: fleet.DeviceKind, run: CalibrationRun, measured: Rates
 ) -> fleet.DeviceKind:
   """Returns a kind as fast as the run was."""
-  size = run.placement.decode.size
+  size = run.settings.placement.decode.size
   if size != kind.engine_devices:
     raise ValueError(
       f"--calibrate={run.path}: its engines have {size} devices, and not "
       f"{kind.name}.engine_devices={kind.engine_devices}; use {size}"
     )
-  devices = run.placement.learner.size
+  devices = run.settings.placement.learner.size
   # `DeviceKind.learner` divides by this again.
   alone = measured.token_s * devices * kind.scaling ** math.log2(devices)
   return dataclasses.replace(
@@ -261,8 +326,9 @@ def rates(run: CalibrationRun) -> Rates:
   Raises:
     ValueError: nothing was sampled or trained, or engines differ.
   """
-  if run.placement.more:
-    names = " and ".join(pool.name for pool in run.placement.pools)
+  placement = run.settings.placement
+  if placement.more:
+    names = " and ".join(pool.name for pool in placement.pools)
     raise ValueError(
       f"--calibrate={run.path}: its pools {names} may differ in speed, and a "
       "kind has one; name a run that decodes on one pool"
@@ -293,25 +359,37 @@ def rates(run: CalibrationRun) -> Rates:
 
 def _learner(run: CalibrationRun) -> tuple[float, float, float]:
   """Returns seconds of a trained id, an optimizer step, a scored sample."""
-  lengths = {event_log.member(e): e["length"] for e in run.of("ended")}
-  trained = [e for e in run.of("trained") if e["version"] >= run.first]
-  ids = sum(
-    lengths.get((e["group"], e["attempt"], i), 0)
-    for e in trained
-    for i in e["members"]
-  )
-  took: dict[str, list[float]] = collections.defaultdict(list)
-  for span in run.spans:
-    # Events are rounded to 1 us, spans are not.
-    if span.track == "learner" and span.start >= run.start_s - 1e-5:
-      took[span.name].append(span.end - span.start)
-  if not ids or not took["update"]:
+  pairs = [*zip(run.updates, _work(run), strict=False)]
+  pairs = [pair for pair in pairs if not pair[0].warms] or pairs
+  ids: dict[tuple[int, int], int] = collections.defaultdict(int)
+  took_s: dict[tuple[int, int], float] = collections.defaultdict(float)
+  for update, work in pairs:
+    ids[update.round] += update.ids
+    took_s[update.round] += sum(work["accumulate"])
+  token_s = [took_s[one] / count for one, count in ids.items() if count]
+  if not token_s:
     raise ValueError(f"--calibrate={run.path}: nothing was trained; {_MORE}")
+  updates = [seconds for _, work in pairs for seconds in work["update"]]
+  scores = [seconds for _, work in pairs for seconds in work["score"]]
   return (
-    sum(took["accumulate"]) / ids,
-    statistics.median(took["update"]),
-    statistics.median(took["score"] or [0.0]),
+    statistics.median(token_s),
+    statistics.median(updates),
+    statistics.median(scores or [0.0]),
   )
+
+
+def _work(run: CalibrationRun) -> list[Mapping[str, list[float]]]:
+  """Returns the seconds of the learner's spans by name, of every update."""
+  work: list[Mapping[str, list[float]]] = [collections.defaultdict(list)]
+  for span in run.spans:
+    # A warm start comes before. Events are rounded to 1 us, spans are not.
+    if span.track != "learner" or span.end <= run.start_s + 1e-5:
+      continue
+    is_late = span.name == "score" and len(work) > 1  # Behind its update.
+    work[-2 if is_late else -1][span.name].append(span.end - span.start)
+    if span.name == "update":
+      work.append(collections.defaultdict(list))
+  return work[:-1]
 
 
 # Decoding.
@@ -322,17 +400,33 @@ def answers(run: CalibrationRun) -> tuple[fitting.Samples, fitting.Samples]:
 
   The load is the number of answers under way on its engine, itself included,
   as a mean over its time.
+
+  Raises:
+    ValueError: nothing was sampled, or the log does not tell how long answers
+      waited for a slot, and some did.
   """
   homes = {event_log.member(e): e["engine"] for e in run.of("admitted")}
   by_engine: dict[int, list[event_log.Event]] = collections.defaultdict(list)
-  for event in run.of("turn"):
-    if event["tokens"] and fitting.asked_s(event) >= run.start_s:
-      by_engine[homes.get(event_log.member(event), 0)].append(event)
+  turns = [event for event in run.of("turn") if event["tokens"]]
+  for event in [e for e in turns if not _warms(run, e)] or turns:
+    by_engine[homes.get(event_log.member(event), 0)].append(event)
   if not by_engine:
     raise ValueError(f"--calibrate={run.path}: nothing was sampled; {_MORE}")
   parts = [fitting.answers(turns) for turns in by_engine.values()]
   number, token_s = (np.concatenate(both) for both in zip(*parts, strict=True))
+  slots = getattr(run.settings.engine, "slots", None) or math.inf
+  if number.max() > slots and any("queue_s" not in e for e in turns):
+    raise ValueError(
+      f"--calibrate={run.path}: up to {number.max():.0f} answers at once had "
+      f"engine.slots={slots}, and its turns have no queue_s, the seconds of "
+      "their waits; name a newer run, or one with more slots"
+    )
   return number, token_s
+
+
+def _warms(run: CalibrationRun, turn: event_log.Event) -> bool:
+  asked_s = fitting.asked_s(turn)
+  return any(start <= asked_s < end for start, end in run.warming)
 
 
 # Tasks.
@@ -348,14 +442,29 @@ def tasks(run: CalibrationRun) -> Iterator[workload.Workload]:
 
 def _task(run: CalibrationRun, name: str, share: float) -> workload.Workload:
   turns, ended = run.of("turn", name), run.of("ended", name)
-  prompt, reply = fitting.contexts(ended)
+  whole = [
+    e for e in ended if trajectory.Status(e["status"]).trainable and e["turns"]
+  ]
+  if not whole:
+    raise ValueError(
+      f"--calibrate={run.path}: no episode of {name} ended without a fault; "
+      "name a run in which its environments work"
+    )
+  prompt, reply = fitting.contexts(whole)
+  broken = [e for e in ended if e["status"] == _ENV_FAULT and e["turns"]]
+  hazard = len(broken) / sum(e["turns"] for e in ended)
   before = {event_log.member(e): e["t"] for e in run.of("grading", name)}
   rewards = [e for e in run.of("reward", name) if event_log.member(e) in before]
   graded = [e["t"] - before[event_log.member(e)] for e in rewards]
+  start_fault, step_fault, reward_fault = _faults(run, name)
   return workload.Workload(
     name=name,
     share=share,
-    turns=fitting.counts([max(e["turns"], 1) for e in ended]),
+    # Of long episodes fewer come to their end.
+    turns=fitting.counts(
+      [e["turns"] for e in whole],
+      [(1.0 - hazard) ** -e["turns"] for e in whole],
+    ),
     prompt_tokens=distributions.Fixed(max(prompt, 2.0)),
     answer_tokens=fitting.counts([e["tokens"] for e in turns if e["tokens"]]),
     reply_tokens=distributions.Fixed(reply),
@@ -364,7 +473,31 @@ def _task(run: CalibrationRun, name: str, share: float) -> workload.Workload:
     ),
     step_s=fitting.seconds([e["env_s"] for e in turns]),
     reward_s=fitting.seconds(graded),
-    correlation=correlation(turns, ended),
+    correlation=correlation(turns, whole),
+    start_fault=start_fault,
+    step_fault=step_fault,
+    reward_fault=reward_fault,
+  )
+
+
+def _faults(run: CalibrationRun, name: str) -> tuple[float, float, float]:
+  """Returns the shares of starts, steps and rewards that raise."""
+  rollout, ended = run.settings.rollout, run.of("ended", name)
+  lasts = {event_log.member(e): e["env_s"] for e in run.of("turn", name)}
+  faulty = [e for e in ended if e["status"] == _ENV_FAULT]
+  # Steps past the deadline are among the seconds of steps.
+  raised = [
+    e
+    for e in faulty
+    if e["turns"] and lasts.get(event_log.member(e), 0.0) < rollout.step_s
+  ]
+  graded = len(run.of("grading", name))
+  lost = sum(e["status"] == _REWARD_FAULT for e in run.of("fault", name))
+  return (
+    sum(not e["turns"] for e in faulty) / len(ended),
+    len(raised) / sum(e["turns"] for e in ended),
+    # All calls of a reward that is lost have failed.
+    (lost / max(graded, 1)) ** (1.0 / rollout.grading.attempts),
   )
 
 

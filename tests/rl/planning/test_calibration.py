@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from configs import guess_number_moe
+from rl.engine.builtin import settings as engine_settings
 from rl.planning import calibration, fitting
 from rl.pools import placement
 from rl.schedule import overlap
@@ -49,7 +50,7 @@ SCHEDULES = {
 }
 
 
-def played(schedule):
+def played(schedule, tasks=TASKS):
   """Returns what a run with known rates looks like."""
   return simulate.Simulation(
     cluster=simulate.Cluster(
@@ -59,7 +60,7 @@ def played(schedule):
       pools=(simulate.EnginePool(engines=2, speed=SPEED),),
       transfer_s=0.7,
     ),
-    workloads=TASKS,
+    workloads=tasks,
     overlap=schedule,
     rollout=dataclasses.replace(
       planned_fleets.question().rollout, max_turns=12, max_tokens=2000
@@ -76,7 +77,7 @@ def records():
     return dict(zip(SCHEDULES, runs, strict=True))
 
 
-def write(directory, record, size=1, more=()):
+def write(directory, record, size=1, more=(), slots=None):
   """Writes what a run leaves in its directory; it trained on 4 devices."""
   lines = [json.dumps(event) for event in record.events]
   # What a crash leaves of the last line.
@@ -85,6 +86,7 @@ def write(directory, record, size=1, more=()):
   (directory / "spans.jsonl").write_text("\n".join(spans))
   experiment = dataclasses.replace(
     guess_number_moe.get_config(),
+    engine=engine_settings.EngineSettings(slots=slots),
     placement=placement.Placement(
       learner=placement.MeshSpec(data=4),
       decode=placement.MeshSpec(data=size),
@@ -109,6 +111,102 @@ def test_rates_are_found_whatever_the_schedule(tmp_path, records, name):
   tau_s = rates.tau0_s * (1.0 + 8.0 / rates.b0)
   assert tau_s == pytest.approx(SPEED.tau_s(8), rel=0.1)
   assert rates.stand_s == pytest.approx(0.4, abs=0.01)
+
+
+def with_slow_rounds(record, *versions):
+  """Returns a record whose accumulation in some rounds is 100 times as slow."""
+  spans = [
+    dataclasses.replace(span, end=span.start + 100 * (span.end - span.start))
+    if span.name == "accumulate" and span.args["version"] in versions
+    else span
+    for span in record.spans
+  ]
+  return dataclasses.replace(record, spans=spans)
+
+
+def test_a_program_that_is_compiled_late_does_not_slow_the_learner(
+  tmp_path, records
+):
+  slow = with_slow_rounds(records["sync"], 4)
+  rates = calibration.rates(calibration.read(write(tmp_path, slow)))
+  assert rates.token_s == pytest.approx(1e-3, rel=0.01)
+
+
+def test_rounds_after_a_restart_do_not_count(tmp_path, records):
+  record, restarts = records["sync"], (2, 4, 5)
+  events = []
+  for event in record.events:
+    events.append(event)
+    if event["kind"] == "published" and event["version"] in restarts:
+      done = {"trained": event["version"], "next_group": 16 * event["version"]}
+      events.append({"t": event["t"], "kind": "resumed", **done})
+  # Of rounds 1 to 6 they would be half, and decide.
+  slow = with_slow_rounds(dataclasses.replace(record, events=events), *restarts)
+  run = calibration.read(write(tmp_path, slow))
+  assert calibration.rates(run).token_s == pytest.approx(1e-3, rel=0.01)
+  ends = {e["version"]: e["end"] for e in run.of("update")}
+  assert [end for _, end in run.warming] == [ends[v] for v in (0, *restarts)]
+
+
+def test_an_answer_begins_when_it_has_a_slot():
+  turn = {"t": 2.0, "decode_s": 2.0, "queue_s": 0.0, "env_s": 0.0, "tokens": 10}
+  behind = turn | {"t": 3.0, "decode_s": 3.0, "queue_s": 2.0}
+  load, token_s = fitting.answers([turn, behind])
+  assert load.tolist() == pytest.approx([1.0, 1.0])
+  assert token_s.tolist() == pytest.approx([0.2, 0.1])
+
+
+def test_a_log_that_hides_waits_for_slots_is_refused(tmp_path, records):
+  record = records["sync"]
+  old = [{k: e[k] for k in e if k != "queue_s"} for e in record.events]
+  old = dataclasses.replace(record, events=old)
+  assert calibration.rates(calibration.read(write(tmp_path, old, slots=32)))
+  words = r"answers at once had engine\.slots=4, and its turns have no queue_s"
+  with pytest.raises(ValueError, match=words):
+    calibration.rates(calibration.read(write(tmp_path, old, slots=4)))
+  new = calibration.read(write(tmp_path, record, slots=4))
+  assert calibration.rates(new)
+
+
+FAULTY = dataclasses.replace(
+  TASKS[1], start_fault=0.2, step_fault=0.15, reward_fault=0.5
+)
+
+
+@pytest.fixture(scope="module")
+def faulty():
+  """A run in which everything faults now and then."""
+  settings = dataclasses.replace(played(SCHEDULES["sync"], (FAULTY,)), seed=3)
+  with planned_fleets.untyped_process() as process:
+    return process.submit(simulate.simulate, settings).result()
+
+
+@pytest.mark.process
+def test_faults_are_drawn_as_often_as_they_came(tmp_path, faulty):
+  run = calibration.read(write(tmp_path, faulty))
+  # Only members without fault are trained.
+  assert calibration.rates(run).token_s == pytest.approx(1e-3, rel=0.01)
+  (task,) = calibration.tasks(run)
+  # Of 7 * 16 * 2 episodes and about 400 steps: standard errors of 0.03, 0.02
+  # and, of the 3rd root of 1 in 8, 0.05.
+  assert task.start_fault == pytest.approx(0.2, abs=0.09)
+  assert task.step_fault == pytest.approx(0.15, abs=0.06)
+  assert task.reward_fault == pytest.approx(0.5, abs=0.15)
+  assert distributions.mean(task.turns) == pytest.approx(3.0, rel=0.15)
+  assert distributions.mean(task.prompt_tokens) == pytest.approx(12.0, abs=0.5)
+  assert distributions.mean(task.reply_tokens) == pytest.approx(7.0, abs=0.2)
+
+
+def test_a_source_without_a_whole_episode_is_named(tmp_path, records):
+  broken = [
+    e | {"status": "env_fault"} if e["kind"] == "ended" else e
+    for e in records["sync"].events
+  ]
+  record = dataclasses.replace(records["sync"], events=broken)
+  run = calibration.read(write(tmp_path, record))
+  words = f"--calibrate={tmp_path}: no episode of many ended without a fault"
+  with pytest.raises(ValueError, match=words):
+    list(calibration.tasks(run))
 
 
 def test_tasks_draw_what_was_played(tmp_path, records):
