@@ -426,11 +426,17 @@ class Planning:
   def draws_vary(self) -> bool:
     """True when starts that are tried again depend on the choice.
 
-    A start that is tried again is another play, with other draws.
+    A start that is tried again is another play, with other draws. It failed, or
+    was later than `rollout.step_s`.
     """
     hosts = self.fleet.hosts
     return bool(hosts and hosts.outages) or any(
-      one.restarts and one.start_fault for one in self.workloads
+      one.restarts
+      and (
+        one.start_fault
+        or one.start_s.quantile(workload.MAX_DRAW) >= self.rollout.step_s
+      )
+      for one in self.workloads
     )
 
   def cluster(self, choice: FleetChoice) -> simulate.Cluster:

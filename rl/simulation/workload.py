@@ -18,6 +18,9 @@ from typing import Literal, NamedTuple, get_args
 from rl.settings import checks
 from rl.simulation import distributions
 
+MAX_DRAW = 1.0 - 1e-12
+"""The largest uniform draw of a member."""
+
 _NORMAL = statistics.NormalDist()
 _WHOLE = struct.Struct("<Q")
 _PACKERS = [struct.Struct(f"<{count}q") for count in range(8)]
@@ -191,7 +194,7 @@ class Draws:
     own = _NORMAL.inv_cdf(_unit(data))
     shared = self._shared(number, task) if together else 0.0
     mixed = together * shared + alone * own
-    return min(max(0.5 * math.erfc(-mixed / _SQRT2), 1e-12), 1.0 - 1e-12)
+    return min(max(0.5 * math.erfc(-mixed / _SQRT2), 1e-12), MAX_DRAW)
 
   def _shared_normal(self, number: int, task: int) -> float:
     return normal(self._seed, self._source, number, task)

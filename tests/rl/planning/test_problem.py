@@ -216,6 +216,18 @@ def test_no_run_with_resources_is_faster_than_its_bound(
     assert one.tokens <= one.bound.tokens
 
 
+@pytest.mark.parametrize(
+  ("start_s", "restarts", "vary"),
+  [(59.0, True, False), (60.0, True, True), (60.0, False, False)],
+)
+def test_draws_vary_where_a_late_start_is_tried_again(start_s, restarts, vary):
+  # Its deadline is rollout.step_s=60.
+  task = dataclasses.replace(
+    TASK, start_s=distributions.Fixed(start_s), restarts=restarts
+  )
+  assert asked(task=task).draws_vary == vary
+
+
 def test_seats_and_slots_in_full_use_bound_a_step():
   problem = seats(1)
   (one, *_), _ = search_lib.candidates(problem)
