@@ -62,6 +62,8 @@ def main() -> None:
     error_codes.fail(f"{limit}: {stalled}", code, status=1)
   result = simulation_result.measure(record)
   show(result, sys.stdout)
+  if len(chosen.counted) % (chosen.overlap.max_staleness + 1):
+    print(f"note: {_uneven(chosen)}", file=sys.stderr)
   columns = shutil.get_terminal_size((100, 24)).columns
   print(f"\n{simulated_timeline.text(record, columns)}")
   if _TIMELINE.value is not None:
@@ -178,6 +180,15 @@ def write(record: simulate.RunRecord, directory: pathlib.Path) -> None:
   path = directory / "timeline.json"
   trace.write_chrome(simulated_timeline.spans(record), path)
   print(f"\n{path}: open it with ui.perfetto.dev")
+
+
+def _uneven(settings: simulate.Simulation) -> str:
+  """Returns why the mean of these rounds may not be that of a longer run."""
+  eta, count = settings.overlap.max_staleness, len(settings.counted)
+  return (
+    f"with overlap.max_staleness={eta} up to {eta + 1} rounds take turns, and "
+    f"{count} are measured; rounds={settings.even_rounds} measures whole turns"
+  )
 
 
 def _idle(mesh: str, shares: Mapping[str, float]) -> Iterator[tuple[str, str]]:

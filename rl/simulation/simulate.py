@@ -14,6 +14,7 @@ the transfer of weights only wait.
 import asyncio
 import dataclasses
 import gc
+import math
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -194,7 +195,8 @@ class Simulation:
     rollout: limits of an episode; longer answers are cut, slower steps fault.
     rewards: seats at which they are computed; None: each only takes its time.
     hosts: of environments; None: there is room for all, and none goes down.
-    rounds: simulated in all.
+    rounds: simulated in all. With a bound of eta, eta + 1 rounds may take turns,
+      so let a multiple of that be measured.
     warmup: first rounds that are not measured, besides eta at either end.
     progress_timeout_s: virtual seconds without progress that end it.
   """
@@ -206,7 +208,7 @@ class Simulation:
   routing: affinity.Routing = affinity.Routing()
   rewards: resources.Seats | None = None
   hosts: hosts_lib.Hosts | None = None
-  rounds: int = 10
+  rounds: int = 11
   warmup: int = 1
   seed: int = 0
   progress_timeout_s: float = 1e6
@@ -216,6 +218,14 @@ class Simulation:
     """Rounds measured: without the first and last eta, warm-up and drain."""
     eta = self.overlap.max_staleness
     return range(self.warmup + eta, self.rounds - eta)
+
+  @property
+  def even_rounds(self) -> int:
+    """These rounds, or the next that measure four or more in whole turns."""
+    cycle = self.overlap.max_staleness + 1
+    ahead = max(self.warmup, 0) + 2 * (cycle - 1)
+    count = max(self.rounds - ahead, 4)
+    return ahead + cycle * math.ceil(count / cycle)
 
   def validate(self) -> None:
     """Raises ValueError, with the bound and the way out."""
@@ -233,7 +243,7 @@ class Simulation:
       raise ValueError(
         f"warmup={self.warmup} of rounds={self.rounds} leaves none to measure: "
         f"overlap.max_staleness={self.overlap.max_staleness} takes {ahead} "
-        f"more; use rounds={max(self.warmup, 0) + ahead + 4}"
+        f"more; use rounds={self.even_rounds}"
       )
     speeds = [pool.speed for pool in pools]
     simulated_processor.check_room(self.rollout.max_tokens, speeds)

@@ -133,6 +133,19 @@ def test_an_interrupted_simulation_ends_with_a_word(
   assert capsys.readouterr().err.endswith(" interrupted\n")
 
 
+def test_rounds_that_measure_half_a_turn_are_named(config, capsys):
+  # With a bound of 1, and without those at both ends, of 4 rounds one counts.
+  bound = ["wait_for_round=false", "max_staleness=1"]
+  given = [f"--config={config}", *(f"--config.overlap.{one}" for one in bound)]
+  with flagsaver.flagsaver():
+    flags.parse(["simulate", *given])
+    simulate.main(["simulate"])
+  assert (
+    "note: with overlap.max_staleness=1 up to 2 rounds take turns, and 1 are "
+    "measured; rounds=7 measures whole turns\n"
+  ) in capsys.readouterr().err
+
+
 def test_faults_are_told_by_their_status():
   task = workload.Workload(start_fault=1.0)
   record = simulate_lib.simulate(simulate_lib.Simulation(workloads=(task,)))

@@ -288,6 +288,11 @@ def test_sessions_go_where_the_routing_says():
   ("changes", "words"),
   [
     ({"rounds": 2}, r"rounds=2 leaves none to measure.* use rounds=7"),
+    (
+      {"rounds": 2, "overlap": overlap.in_flight(4, 2)},
+      # Three rounds may take turns, so 6 are measured.
+      r"rounds=2 leaves none to measure.* use rounds=11",
+    ),
     ({"workloads": ()}, r"workloads: \[\] are not"),
     ({"workloads": (HEAVY, HEAVY)}, "are not one or more names"),
     ({"progress_timeout_s": 0.0}, "progress_timeout_s=0.0 must be above 0"),
