@@ -136,6 +136,8 @@ def measure(record: simulate.RunRecord) -> Result:
     waits = _clipped([(a, b) for a, b in pairs if a < b], window)
   idle = {"publish": sum(b - a for a, b in waits) / seconds}
   idle["data"] = 1.0 - busy_s / seconds - idle["publish"]
+  # The first round of a run begins without a publish.
+  publishes = max(count - (rounds.start == 0), 1)
   decode_s = tokens / count / settings.cluster.tokens_per_s
   blocked_s = settings.cluster.blocked_s
   return Result(
@@ -145,7 +147,7 @@ def measure(record: simulate.RunRecord) -> Result:
     train_s=busy_s / count,
     blocked_s=blocked_s,
     ideal_s=_ideal_s(settings, decode_s, busy_s / count),
-    publish_s=sum(b - a for a, b in publish) / count,
+    publish_s=sum(b - a for a, b in publish) / publishes,
     on_policy_s=None if schedule.max_staleness else _bound(record),
     tokens=tokens / count,
     decode_use=_use(record, seconds),
@@ -181,7 +183,9 @@ def _ideal_s(
   cluster = settings.cluster
   if settings.overlap.publishes_behind_training:
     return max(decode_s + cluster.blocked_s, train_s, cluster.publish_s)
-  return max(decode_s, train_s) + cluster.blocked_s
+  # The first round of a run begins without a publish.
+  share = 1.0 - (settings.counted.start == 0) / len(settings.counted)
+  return max(decode_s, train_s) + cluster.blocked_s * share
 
 
 def _of(record: simulate.RunRecord, kind: str) -> Iterator[event_log.Event]:
@@ -261,8 +265,12 @@ def _bound(record: simulate.RunRecord) -> float:
     ready_s = [at_s - ends[number] for at_s in taken[number]]
     before_s = described_s.get(number - 1, 0.0)
     per_batch = settings.overlap.groups_per_batch
-    bounds.append(on_policy_s(ready_s, work[number], per_batch, before_s))
-  return math.fsum(bounds) / len(bounds) + settings.cluster.publish_s
+    # The first round of a run begins without a publish.
+    publish_s = settings.cluster.publish_s if number else 0.0
+    bounds.append(
+      publish_s + on_policy_s(ready_s, work[number], per_batch, before_s)
+    )
+  return math.fsum(bounds) / len(bounds)
 
 
 _Work = Sequence[tuple[str, float]]

@@ -29,6 +29,19 @@ def test_the_on_policy_bound_is_the_first_batch_and_all_work():
   assert bound == pytest.approx(2.0 + 82.0)
 
 
+def test_the_first_round_of_a_run_has_no_publish():
+  # 2 s of decoding and 1.816 s of training; later ones begin with 5 s more.
+  first = run(overlap.sync(4), rounds=1, warmup=0)
+  assert (first.step_s, first.on_policy_s) == (close(3.816), close(3.816))
+  assert first.ideal_s <= first.step_s
+  both = run(overlap.sync(4), rounds=2, warmup=0)
+  step_s = close(3.816 + 5.0 / 2)
+  assert (both.step_s, both.on_policy_s) == (step_s, step_s)
+  assert both.publish_s == close(5.0)
+  # Decoding stands for 2 s of them.
+  assert both.ideal_s == close(2.0 + 2.0 / 2)
+
+
 def test_what_is_described_before_may_hold_up_the_first_batch_alone():
   work = [("accumulate", 4.0), ("update", 1.0)]
   ready = [1.0, 2.0]
