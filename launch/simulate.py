@@ -8,6 +8,7 @@ FILE has a get_config() that returns a `simulate.Simulation`; see
 `rl.simulation.result` for the numbers printed. Nothing touches a device.
 """
 
+import collections
 import pathlib
 import shutil
 import sys
@@ -68,6 +69,8 @@ def main() -> None:
   print(f"\n{simulated_timeline.text(record, columns)}")
   if _TIMELINE.value is not None:
     write(record, pathlib.Path(_TIMELINE.value))
+  if not result.ledger.trained:
+    error_codes.fail(_nothing(record), _RESULT, status=1)
   if result.violations:
     broken = f"the schedule broke {len(result.violations)} promises"
     error_codes.fail(broken, _RESULT, status=1)
@@ -180,6 +183,18 @@ def write(record: simulate.RunRecord, directory: pathlib.Path) -> None:
   path = directory / "timeline.json"
   trace.write_chrome(simulated_timeline.spans(record), path)
   print(f"\n{path}: open it with ui.perfetto.dev")
+
+
+def _nothing(record: simulate.RunRecord) -> str:
+  """Returns why no token was trained."""
+  faults = [e["what"] for e in event_log.of_kind(record.events, "fault")]
+  if not faults:
+    return "no token was trained"
+  what, count = collections.Counter(faults).most_common(1)[0]
+  return (
+    f"no token was trained: {len(faults):,} episodes ended with a fault, "
+    f"{count:,} of them with: {what}"
+  )
 
 
 def _uneven(settings: simulate.Simulation) -> str:

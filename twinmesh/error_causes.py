@@ -375,14 +375,15 @@ CAUSES = (
   ),
   Cause(
     code="TM-S10",
-    title="A simulated schedule broke its promises, or missed the goal",
+    title="A simulation trained nothing, broke a promise, or missed the goal",
     sees="the goal is not met; the first line of the table is the nearest",
     why="The plan or the simulation was made to the end, and its result is"
-    " above: none of the choices is fast, cheap or fresh enough, or an"
-    " invariant of the schedule did not hold.",
-    cure="For a plan, loosen the bound of `goal` that the summary names, or"
-    " widen `fleet` and `space`. A broken promise is a bug of a schedule:"
-    " please report the line that begins with violation.",
+    " above: none of the choices is fast, cheap or fresh enough, every episode"
+    " was lost, or an invariant of the schedule did not hold.",
+    cure="Where nothing was trained, change what the fault names. For a plan,"
+    " loosen the bound of `goal` that the summary names, or widen `fleet` and"
+    " `space`. A broken promise is a bug of a schedule: please report the line"
+    " that begins with violation.",
   ),
   Cause(
     code="TM-P01",

@@ -275,6 +275,7 @@ class Planning:
     limits = ("rounds", "max_simulations", "max_choices")
     checks.at_least(self, 1, *limits, where="")
     checks.below_one(self, "tolerance", where="")
+    checks.within(self, 0, workload.MAX_SEED, "seed", where="")
     for _, schedule in self.space.overlaps(self.groups_per_round):
       checks.validate(schedule)
     for name, needs in (

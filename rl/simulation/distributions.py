@@ -118,9 +118,13 @@ class Histogram:
         f"{len(self.counts)} counts with {len(self.edges)} edges; give one "
         "edge more than counts"
       )
+    if not self.counts:
+      raise ValueError("counts=() have no bin; give one or more, and two edges")
     rising = all(a < b for a, b in itertools.pairwise(self.edges))
-    if not rising or self.edges[0] < 0:
-      raise ValueError(f"edges={self.edges} do not rise from 0 or above")
+    if not rising or self.edges[0] < 0 or math.isinf(self.edges[-1]):
+      raise ValueError(
+        f"edges={self.edges} do not rise from 0 or above to a finite number"
+      )
     if min(self.counts) < 0 or not sum(self.counts) > 0:
       raise ValueError(
         f"counts={self.counts} must be 0 or above, and one of them above 0"
@@ -128,11 +132,15 @@ class Histogram:
 
   def quantile(self, probability: float) -> float:
     """Returns the quantile, linear within a bin."""
-    sums = [0.0, *itertools.accumulate(self.counts)]
+    sums = self._sums
     target = probability * sums[-1]
     i = min(bisect.bisect_right(sums, target), len(self.counts)) - 1
     share = (target - sums[i]) / (sums[i + 1] - sums[i])
     return self.edges[i] + share * (self.edges[i + 1] - self.edges[i])
+
+  @functools.cached_property
+  def _sums(self) -> Sequence[float]:
+    return [0.0, *itertools.accumulate(self.counts)]
 
 
 def mean(distribution: Distribution, points: int = 1 << 14) -> float:

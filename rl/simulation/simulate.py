@@ -195,8 +195,8 @@ class Simulation:
     rollout: limits of an episode; longer answers are cut, slower steps fault.
     rewards: seats at which they are computed; None: each only takes its time.
     hosts: of environments; None: there is room for all, and none goes down.
-    rounds: simulated in all. With a bound of eta, eta + 1 rounds may take turns,
-      so let a multiple of that be measured.
+    rounds: simulated in all. With a bound of eta, eta + 1 rounds may take
+      turns, so let a multiple of that be measured.
     warmup: first rounds that are not measured, besides eta at either end.
     progress_timeout_s: virtual seconds without progress that end it.
   """
@@ -233,6 +233,7 @@ class Simulation:
     pools = self.cluster.pools
     self.routing.validate_pools({pool.name: pool.kind for pool in pools})
     checks.above(self, 0, "progress_timeout_s", where="")
+    checks.within(self, 0, workload.MAX_SEED, "seed", where="")
     names = [one.name for one in self.workloads]
     checks.unique("workloads", names)
     self.routing.validate_domains(names)

@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple, get_args
 from rl.settings import checks
 from rl.simulation import distributions
 
+MAX_SEED = 2**63 - 1
+"""The largest seed: keys of draws are of 64 bits."""
 MAX_DRAW = 1.0 - 1e-12
 """The largest uniform draw of a member."""
 
@@ -60,6 +62,7 @@ Quantity = Literal[
 _NUMBERS: Mapping[str, int] = {
   name: number for number, name in enumerate(get_args(Quantity))
 }
+_COUNTS = ("turns", "prompt_tokens", "answer_tokens", "reply_tokens")
 _FAULTS = {"start": 16, "step": 17, "reward": 18}
 _SUCCESS = 19
 _SHARES = (
@@ -114,6 +117,20 @@ class Workload:
       )
     checks.finite_above(self, 0, "share", where=self.name)
     checks.in_unit(self, *_SHARES, where=self.name)
+    for name in _COUNTS:
+      if not math.isfinite(_most(getattr(self, name))):
+        raise ValueError(
+          f"{self.name}.{name}={getattr(self, name)} must be finite: these are "
+          "counts; lower it, or set its max_value"
+        )
+
+
+def _most(distribution: distributions.Distribution) -> float:
+  """Returns the largest draw."""
+  try:
+    return distribution.quantile(MAX_DRAW)
+  except OverflowError:
+    return math.inf
 
 
 class GroupMember(NamedTuple):

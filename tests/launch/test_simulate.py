@@ -146,6 +146,21 @@ def test_rounds_that_measure_half_a_turn_are_named(config, capsys):
   ) in capsys.readouterr().err
 
 
+def test_a_run_that_trains_nothing_fails_with_the_fault(config, capsys):
+  # The context is longer than rollout.max_tokens=8000.
+  prompt = "--config.workloads.0.prompt_tokens=fixed(value=9000)"
+  with flagsaver.flagsaver():
+    flags.parse(["simulate", f"--config={config}", prompt])
+    with pytest.raises(SystemExit) as ended:
+      simulate.main(["simulate"])
+  assert ended.value.code == 1
+  # Four rounds of four groups of two.
+  assert (
+    "error: no token was trained: 32 episodes ended with a fault, 32 of them "
+    "with: a context of 9000 ids leaves no room"
+  ) in capsys.readouterr().err
+
+
 def test_faults_are_told_by_their_status():
   task = workload.Workload(start_fault=1.0)
   record = simulate_lib.simulate(simulate_lib.Simulation(workloads=(task,)))

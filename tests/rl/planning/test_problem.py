@@ -257,6 +257,10 @@ def test_seats_and_slots_in_full_use_bound_a_step():
       lambda: asked(space=dataclasses.replace(SYNC, max_staleness=2**31)),
       r"space\.max_staleness=2147483648 must be in \[1, 1000\]",
     ),
+    (
+      lambda: dataclasses.replace(seats(1), seed=2**63),
+      r"^seed=9223372036854775808 must be in \[0, 9223372036854775807\]",
+    ),
     (lambda: seats(0), r"space\.reward_seats=\(?0"),
     (
       lambda: asked(hosts=hosts.Hosts(count=0)),

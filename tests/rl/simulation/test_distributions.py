@@ -103,6 +103,14 @@ def test_the_mean_of_a_log_normal_is_found_from_its_quantiles():
       "do not rise",
     ),
     (
+      lambda: distributions.Histogram(edges=(0.0, math.inf), counts=(1.0,)),
+      "to a finite number",
+    ),
+    (
+      lambda: distributions.Histogram(edges=(1.0,), counts=()),
+      "have no bin; give one or more",
+    ),
+    (
       lambda: distributions.Histogram(edges=(0.0, 1.0), counts=(0.0,)),
       "must be 0 or above, and one",
     ),

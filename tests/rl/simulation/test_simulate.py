@@ -293,6 +293,8 @@ def test_sessions_go_where_the_routing_says():
       # Three rounds may take turns, so 6 are measured.
       r"rounds=2 leaves none to measure.* use rounds=11",
     ),
+    ({"seed": -1}, r"seed=-1 must be in \[0, 9223372036854775807\]"),
+    ({"seed": 2**63}, r"seed=9223372036854775808 must be in \[0, "),
     ({"workloads": ()}, r"workloads: \[\] are not"),
     ({"workloads": (HEAVY, HEAVY)}, "are not one or more names"),
     ({"progress_timeout_s": 0.0}, "progress_timeout_s=0.0 must be above 0"),

@@ -133,6 +133,22 @@ def test_what_is_no_share_is_refused(field, value):
     workload.Workload(**{field: value})
 
 
+@pytest.mark.parametrize(
+  "law",
+  [
+    distributions.Fixed(math.inf),
+    distributions.LogNormal(mean=math.inf, sigma=1.0),
+    distributions.LogNormal(mean=1.0, sigma=1000.0),
+  ],
+  ids=["fixed", "mean", "sigma"],
+)
+def test_counts_without_an_end_are_refused(law):
+  with pytest.raises(ValueError, match=r"math\.turns=.* must be finite: these"):
+    workload.Workload(turns=law)
+  # A step may hang until its deadline.
+  assert workload.Workload(step_s=distributions.Fixed(math.inf))
+
+
 @pytest.mark.parametrize("name", ["", "a/b"])
 def test_a_name_that_no_task_could_have_is_refused(name):
   with pytest.raises(
