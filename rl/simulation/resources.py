@@ -55,10 +55,12 @@ class SeatCosts:
   """The use of seats in a run, and its price.
 
   Attributes:
-    calls: that got a seat; `cold_starts` of them began one.
+    calls: that got a seat.
+    cold_starts: seats that calls began.
     scaled_to_zero: times at which the last seat ended.
     busy_s, alive_s: of all seats, at work, and from beginning to end.
-    mean_wait_s, max_wait_s: of a call for its seat, cold starts included.
+    mean_wait_s, max_wait_s: of a call for its seat, cold starts included, or
+      until it gave up.
     cost: of `alive_s`.
   """
 
@@ -99,18 +101,21 @@ class SeatPool:
       collections.deque()
     )
     self._busy: set[_Seat] = set()
-    self._calls = self._cold_starts = self._scaled_to_zero = 0
+    self._asked = self._calls = self._cold_starts = self._scaled_to_zero = 0
     self._busy_s = self._ended_s = self._wait_s = self._max_wait_s = 0.0
 
   @contextlib.asynccontextmanager
   async def seat(self) -> AsyncGenerator[None]:
     """Waits for a seat and holds it in the body of an `async with`."""
     asked_s = _now_s()
-    seat = await self._take()
-    begun_s = _now_s()
+    try:
+      seat = await self._take()
+    finally:
+      begun_s = _now_s()
+      self._asked += 1
+      self._wait_s += begun_s - asked_s
+      self._max_wait_s = max(self._max_wait_s, begun_s - asked_s)
     self._calls += 1
-    self._wait_s += begun_s - asked_s
-    self._max_wait_s = max(self._max_wait_s, begun_s - asked_s)
     try:
       yield
     finally:
@@ -128,7 +133,7 @@ class SeatPool:
       scaled_to_zero=self._scaled_to_zero,
       busy_s=self._busy_s,
       alive_s=alive_s,
-      mean_wait_s=self._wait_s / max(self._calls, 1),
+      mean_wait_s=self._wait_s / max(self._asked, 1),
       max_wait_s=self._max_wait_s,
       cost=alive_s / 3600.0 * self._seats.cost,
     )
@@ -143,24 +148,34 @@ class SeatPool:
       return await self._begin()
     waiter: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
     self._waiting.append(waiter)
+    return await self._given(waiter)
+
+  async def _begin(self) -> _Seat:
+    """Begins a seat, which goes on to be warm if its call gives up."""
+    self._num += 1
+    self._cold_starts += 1
+    seat = _Seat(_now_s())
+    self._busy.add(seat)
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[_Seat] = loop.create_future()
+    loop.call_later(self._seats.cold_s, self._warm, seat, waiter)
+    return await self._given(waiter)
+
+  def _warm(self, seat: _Seat, waiter: asyncio.Future[_Seat]) -> None:
+    """Hands a seat to the call that began it, or to the next."""
+    if waiter.done():
+      self._give(seat)
+    else:
+      waiter.set_result(seat)
+
+  async def _given(self, waiter: asyncio.Future[_Seat]) -> _Seat:
+    """Returns the seat that a call is given; one that gives up returns it."""
     try:
       return await waiter
     except asyncio.CancelledError:
       if waiter.done() and not waiter.cancelled():
         self._give(waiter.result())
       raise
-
-  async def _begin(self) -> _Seat:
-    self._num += 1
-    self._cold_starts += 1
-    seat = _Seat(_now_s())
-    self._busy.add(seat)
-    try:
-      await asyncio.sleep(self._seats.cold_s)
-    except asyncio.CancelledError:
-      self._give(seat)
-      raise
-    return seat
 
   def _give(self, seat: _Seat) -> None:
     """Hands a seat to the next call that waits, or leaves it free."""

@@ -85,7 +85,7 @@ def test_a_call_that_is_given_up_leaves_its_seat_to_the_next():
   assert virtual_clock.run(main()) == (["last"], close(2.0))
 
 
-def test_a_call_given_up_in_its_cold_start_leaves_the_seat_free():
+def test_a_seat_goes_on_to_be_warm_when_its_call_gives_up():
   async def main():
     pool = resources.SeatPool(
       resources.Seats(count=1, elastic=True, cold_s=9.0, idle_s=5.0)
@@ -99,11 +99,15 @@ def test_a_call_given_up_in_its_cold_start_leaves_the_seat_free():
     await asyncio.sleep(3.0)
     task.cancel()
     await asyncio.wait([task])
+    waits = pool.costs()
     await one()
-    return pool.costs()
+    return waits, pool.costs()
 
-  costs = virtual_clock.run(main())
-  assert (costs.cold_starts, costs.calls, costs.max_wait_s) == (1, 1, 0.0)
+  gave_up, costs = virtual_clock.run(main())
+  assert (gave_up.calls, gave_up.mean_wait_s) == (0, close(3.0))
+  # The second call waits from 3 s to 9 s, when the seat is warm.
+  assert (costs.cold_starts, costs.calls) == (1, 1)
+  assert (costs.max_wait_s, costs.mean_wait_s) == (close(6.0), close(4.5))
 
 
 def test_rewards_of_a_run_wait_for_their_seats():
