@@ -62,7 +62,10 @@ def read_field(
     reason = str(error)
   wrong, words = f"{where}={_shown(raw)}", annotations.describe(hint)
   if reason:
-    raise annotations.SettingError(f"{wrong}: {reason}; expected {words}")
+    takes = suggestions.fields_of(hint, str(raw))
+    raise annotations.SettingError(
+      f"{wrong}: {reason}; expected {words}{takes}"
+    )
   message = f"{wrong}: expected {words}"
   meant = None
   if isinstance(raw, Text):

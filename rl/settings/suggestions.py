@@ -86,6 +86,14 @@ def advice(
   return f"{'; there are' if apart else ', such as'} {listed}{told}"
 
 
+def fields_of(hint: Any, text: str) -> str:
+  """Returns "; NAME takes .." of an object as typed, or nothing."""
+  name = text.partition("(")[0].strip()
+  maker = short_names.choices(hint).get(name)
+  fields = "" if maker is None else _fields(maker)
+  return fields and f"; {name} takes {fields}"
+
+
 def _fields(maker: Any) -> str:
   described = {
     name: annotations.describe(hint)

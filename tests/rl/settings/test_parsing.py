@@ -170,7 +170,11 @@ def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
     ("loss", "@Uncallable()", "expected Loss"),
     ("call", "@Uncallable()", "expected Callable[[float], float]"),
     ("either", "@Plain(scale=1)", "expected Clipped | Pool"),
-    ("loss", "clipped(2)", f"clipped(2): {UNNAMED}; expected Loss"),
+    (
+      "loss",
+      "clipped(2)",
+      f"clipped(2): {UNNAMED}; expected Loss; clipped takes scale (float), ",
+    ),
     ("loss", "clipped(**x)", f"clipped(**x): {UNNAMED}; expected Loss"),
     ("loss", "clipped(scale=2", "'(' was never closed; text with other signs"),
     ("loss", "clipped(scale=)", "text with other signs needs quotes; expected"),
