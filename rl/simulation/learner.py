@@ -44,6 +44,9 @@ class LearnerSpeed:
     names = ("token_s", "batch_ids", "update_s", "describe_s")
     checks.finite_at_least(self, 0, *names, where=where)
     checks.at_least(self, 1, "accelerators", "processes", where=where)
+    if self.batch_ids:
+      out = "or 0, where whatever there is trains at once"
+      checks.at_least(self, 1, "batch_ids", where=where, out=out)
 
 
 class SimulatedTrainer:

@@ -72,6 +72,20 @@ def test_an_empty_bin_of_a_histogram_is_never_drawn():
   assert law.quantile(1 - 1e-12) == pytest.approx(3.0)
 
 
+def test_a_histogram_adds_up_its_bins_once():
+  class Counts(tuple):
+    reads = 0
+
+    def __iter__(self):
+      Counts.reads += 1
+      return super().__iter__()
+
+  law = distributions.Histogram(edges=(0.0, 1.0, 2.0), counts=Counts((1, 1)))
+  before = Counts.reads
+  draws(law, 100)
+  assert Counts.reads == before + 1
+
+
 def test_the_mean_of_a_log_normal_is_found_from_its_quantiles():
   law = distributions.LogNormal(mean=50.0, sigma=0.9)
   assert distributions.mean(law) == pytest.approx(50.0, rel=5e-3)

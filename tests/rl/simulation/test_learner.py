@@ -90,6 +90,13 @@ def test_ids_that_fill_no_batch_train_with_the_update():
   ]
 
 
+def test_batches_of_less_than_an_id_are_refused():
+  learner = simulated_learner.LearnerSpeed(batch_ids=0.001)
+  words = r"batch_ids=0\.001 must be at least 1; or 0, where whatever"
+  with pytest.raises(ValueError, match=words):
+    learner.validate()
+
+
 def test_weights_travel_and_then_every_engine_stands_still():
   async def main():
     loop = asyncio.get_running_loop()
