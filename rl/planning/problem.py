@@ -29,11 +29,15 @@ SCHEDULES = (
 )
 """The presets of `rl.schedule.overlap`."""
 
+_ON_POLICY = {"sync", "strict_pipeline", "rollout_pipe"}
+
 OBJECTIVES = ("step_s", "cost", "cost_per_token")
 """Quantities to minimise: seconds or cost of a step, cost of a trained token.
 
 Both costs are those of the devices in use."""
 
+# Groups of one simulated run: it takes minutes, and there are many.
+_MAX_GROUPS = 20_000
 _FIRST_POOL = "decode"  # As `placement.Placement` calls it.
 _Engines = tuple[tuple[str, int], ...]
 
@@ -158,8 +162,11 @@ class Space:
       if name in ("bounded", "in_flight"):
         # A bound of 1 without in-flight updates is one step off.
         is_known = name == "bounded" and "one_step_off" in self.schedules
-        for eta in range(2 if is_known else 1, self.max_staleness + 1):
-          yield from self._variants(f"{name}({eta})", make(count, eta))
+        known = overlap_lib.one_step_off(count) if is_known else None
+        for eta in range(1, self.max_staleness + 1):
+          for variant in self._variants(f"{name}({eta})", make(count, eta)):
+            if variant[1] != known:
+              yield variant
       elif name == "rollout_pipe":
         yield name, make(count, self.updates_per_round)
       else:
@@ -189,6 +196,12 @@ class Space:
     for name in ("reward_seats", "hosts", "bucket_bytes"):
       if getattr(self, name):
         checks.all_at_least(self, 1, name, where="space")
+    if 0 not in self.extra_groups and not _ON_POLICY & {*self.schedules}:
+      why = "extra groups need a bound of 0"
+      out = f"add 0 to extra_groups, or one of {', '.join(sorted(_ON_POLICY))}"
+      checks.refuse(
+        self, "schedules", "extra_groups", why=why, out=out, where="space"
+      )
     for name in (
       "schedules",
       "consume",
@@ -278,6 +291,12 @@ class Planning:
     checks.within(self, 0, workload.MAX_SEED, "seed", where="")
     for _, schedule in self.space.overlaps(self.groups_per_round):
       checks.validate(schedule)
+    if (groups := self.window.stop * self.groups_per_round) > _MAX_GROUPS:
+      raise ValueError(
+        f"rounds={self.rounds} behind space.max_staleness="
+        f"{self.space.max_staleness} are {groups} groups in every simulated "
+        f"run, more than {_MAX_GROUPS}; lower one of them, or groups_per_round"
+      )
     for name, needs in (
       ("reward_seats", "rewards"),
       ("hosts", "hosts"),

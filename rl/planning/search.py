@@ -176,8 +176,9 @@ def _candidate(
 ) -> Candidate:
   if not demand.tokens.any():
     raise ValueError(
-      f"workloads: nothing is sampled, for no prompt leaves room in rollout."
-      f"max_tokens={problem.rollout.max_tokens}; raise it"
+      "workloads: nothing is sampled: no environment starts, by start_fault "
+      f"or within rollout.step_s={problem.rollout.step_s:g}, or no prompt "
+      f"leaves room in rollout.max_tokens={problem.rollout.max_tokens}"
     )
   cluster, hosts = problem.cluster(choice), problem.hosts(choice)
   demand, num_seats = _graded(problem, choice, demand)

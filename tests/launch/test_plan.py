@@ -235,7 +235,7 @@ def test_where_nothing_is_trained_an_id_has_no_price():
         "--config.groups_per_round=4",
         "--config.space.max_staleness=1",
       ],
-      "nothing is sampled, for no prompt leaves room in rollout.max_tokens=90",
+      "or no prompt leaves room in rollout.max_tokens=90",
     ),
     (
       ["--config=configs/fleet_small.py", "--config.workloads.0.name=a/b"],

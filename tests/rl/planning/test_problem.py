@@ -261,6 +261,22 @@ def test_seats_and_slots_in_full_use_bound_a_step():
       lambda: dataclasses.replace(seats(1), seed=2**63),
       r"^seed=9223372036854775808 must be in \[0, 9223372036854775807\]",
     ),
+    (
+      lambda: dataclasses.replace(asked(), rounds=5000),
+      # On policy the first round warms up: 5001 of 4 groups.
+      r"rounds=5000 behind space\.max_staleness=4 are 20004 groups",
+    ),
+    (
+      lambda: asked(
+        space=problem_lib.Space(schedules=("one_step_off",), extra_groups=(2,))
+      ),
+      r"with extra_groups=\(2,\): extra groups need a bound of 0; add 0",
+    ),
+    (
+      lambda: asked(task=dataclasses.replace(TASK, start_fault=1.0)),
+      "nothing is sampled: no environment starts, by start_fault or within "
+      "rollout.step_s=60",
+    ),
     (lambda: seats(0), r"space\.reward_seats=\(?0"),
     (
       lambda: asked(hosts=hosts.Hosts(count=0)),
@@ -278,4 +294,4 @@ def test_seats_and_slots_in_full_use_bound_a_step():
 )
 def test_resources_that_cannot_be_planned_are_refused(problem, words):
   with pytest.raises(ValueError, match=words):
-    search_lib.fitting(problem())
+    search_lib.candidates(problem())

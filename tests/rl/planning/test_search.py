@@ -104,6 +104,16 @@ def test_orders_of_training_and_kinds_of_publish_are_in_the_space():
     schedule.validate()
 
 
+def test_one_step_off_stands_for_one_order_of_training_alone():
+  space = problem_lib.Space(
+    schedules=("one_step_off", "bounded"),
+    max_staleness=1,
+    consume=("submit", "drop"),
+  )
+  names = [name for name, _ in space.overlaps(8)]
+  assert names == ["one_step_off", "bounded(1) drop"]
+
+
 def test_a_tolerance_saves_runs_and_costs_no_more_than_it_says(everything):
   exact = search(question(), everything)
   rough = search(question(tolerance=0.1), everything)
