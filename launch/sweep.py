@@ -18,6 +18,7 @@ first, and writes compare.html with their curves. A sweep ends with that.
 """
 
 import collections
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -79,6 +80,8 @@ absl_flags.adopt_module_key_flags(flags)
 
 _LOOK_S = 0.2
 _MEASURE_S = 2.0
+_SAVE_S = 600.0
+"""Longest wait for the runs of a sweep that an error ends."""
 _WRONG_SETTINGS = 2
 _ERROR = re.compile(rf"(?:\d\d:\d\d:\d\d )?{error_codes.ERROR}(.*)")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -123,17 +126,17 @@ def main() -> None:
 
 
 def compare(root: pathlib.Path, metric: str, less: bool) -> None:
-  """Prints a table of all runs below a directory, and writes compare.html.
+  """Writes compare.html, and prints a table of all runs below a directory.
 
   Raises:
     ValueError: there are none, or none has the metric.
   """
   directories = sorted(root.iterdir()) if root.is_dir() else []
   runs = comparison.read(directories, metric)
-  print(comparison.text(runs, metric, less))
   target = root / "compare.html"
   data = view_runs.RunsDirectory(root).frozen(metric, less)
   target.write_text(frozen.page(root.resolve().name, data), "utf-8")
+  print(comparison.text(runs, metric, less))
   print(f"curves: {target}")
 
 
@@ -196,11 +199,15 @@ class Run:
     return bool(comparison.note(self.directory))
 
   def start(self, launcher: contract.Launcher) -> None:
-    """Starts its process, or goes on from its newest checkpoint."""
+    """Starts its process, or goes on from its newest checkpoint.
+
+    Raises:
+      OSError: its directory or its log cannot be written.
+    """
     self.attempts += 1
     self.directory.mkdir(parents=True, exist_ok=True)
     settings = " ".join(f"{k}={v}" for k, v in self.overrides.items())
-    log_line.tell(f"{self.directory}: {settings}", sys.stdout)
+    _tell(f"{self.directory}: {settings}")
     with self._log.open("a") as log:
       self._log_bytes = log.tell()
     self.process = launcher.start(self.program())
@@ -239,6 +246,12 @@ class Run:
     """Sends a signal, unless it has ended."""
     if self.process is not None:
       self.process.signal(number)
+
+
+def _tell(text: str) -> None:
+  """Prints a text; no run ends because nobody reads it."""
+  with contextlib.suppress(OSError):
+    log_line.tell(text, sys.stdout)
 
 
 class MedianRule:
@@ -325,26 +338,50 @@ class Sweep:
     self._number = 0
 
   def play(self) -> int:
-    """Plays all runs; returns the signal that stopped them, or 0."""
+    """Plays all runs; returns the signal that stopped them, or 0.
+
+    An error stops them, too, at their next safe point.
+    """
     before = {n: signal.signal(n, self._on_signal) for n in _SIGNALS}
-    self._tell()
     try:
+      self._report_ended()
       while self._active or (self._waiting and not self._number):
         while self._waiting and len(self._active) < self._parallel:
           if self._number:
             break
-          self._active.append(self._waiting.popleft())
-          self._active[-1].start(self._launcher)
-          if self._number:  # It came before there was a process to signal.
-            self._active[-1].signal(signal.SIGINT)
+          self._start(self._waiting.popleft())
         time.sleep(_LOOK_S)
         for run in [*self._active]:
           self._look_at(run)
+    except BaseException:
+      self._let_save()
+      raise
     finally:
       self._launcher.close()
       for number, handler in before.items():
         signal.signal(number, handler)
     return self._number
+
+  def _start(self, run: Run) -> None:
+    self._active.append(run)
+    try:
+      run.start(self._launcher)
+    except OSError as error:
+      self._active.remove(run)
+      self._on_failure(
+        run, contract.NEVER_RAN, f"it cannot be started: {error}"
+      )
+    if self._number:  # It came before there was a process to signal.
+      run.signal(signal.SIGINT)
+
+  def _let_save(self) -> None:
+    """Stops the active runs, and waits for their ends."""
+    if not self._number:
+      self._on_signal(signal.SIGINT, None)
+    deadline = time.monotonic() + _SAVE_S
+    for run in self._active:
+      if run.process is not None:
+        contract.wait(run.process, deadline - time.monotonic())
 
   def _look_at(self, run: Run) -> None:
     assert run.process is not None
@@ -354,27 +391,30 @@ class Sweep:
       return
     self._active.remove(run)
     if code == 0 or run.is_stopped or self._number:
-      self._tell()
+      self._report_ended()
       return
-    again = code != _WRONG_SETTINGS and run.attempts < self._attempts
-    outcome = "; it goes on" if again else ""
     why = run.process.reason or "see log.txt"
     if not run.process.reason and (error := run.last_error()):
       why += f": {error}"
-    told = f"{run.directory}: failed with {code}, {why}{outcome}"
-    log_line.tell(told, sys.stdout)
+    self._on_failure(run, code, why)
+
+  def _on_failure(self, run: Run, code: int, why: str) -> None:
+    again = code != _WRONG_SETTINGS and run.attempts < self._attempts
+    outcome = "; it goes on" if again else ""
+    _tell(f"{run.directory}: failed with {code}, {why}{outcome}")
     if again:
       self._waiting.append(run)
     else:
       run.failed = True
       if code == _WRONG_SETTINGS or not workdir.failure(run.directory):
         workdir.keep_failure(run.directory, why)
-      self._tell()
+      self._report_ended()
 
-  def _tell(self) -> None:
+  def _report_ended(self) -> None:
     total = len(self._runs)
     ended = total - len(self._waiting) - len(self._active)
-    self._report(f"runs that have ended: {ended}/{total}")
+    with contextlib.suppress(OSError):
+      self._report(f"runs that have ended: {ended}/{total}")
 
   def _measure(self, run: Run) -> None:
     """Stops a run that the rule finds wanting."""
@@ -382,7 +422,7 @@ class Sweep:
       return
     run.due_s = time.monotonic() + _MEASURE_S
     if why := self._rule.verdict(run, self._runs):
-      log_line.tell(f"{run.directory}: {why}", sys.stdout)
+      _tell(f"{run.directory}: {why}")
       comparison.write_note(run.directory, why)
       run.signal(signal.SIGINT)
 

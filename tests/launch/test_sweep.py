@@ -1,5 +1,6 @@
 """launch.sweep: runs every variation in its own process and directory."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -220,6 +221,72 @@ def test_a_run_whose_directory_is_removed_ends_no_other(tmp_path):
   runs = scripted(tmp_path, REMOVES_ITSELF, "")
   assert play(runs, 1, 1) == 0
   assert [run.failed for run in runs] == [True, False]
+
+
+@pytest.mark.process
+def test_a_run_that_cannot_be_started_ends_no_other(tmp_path, capsys):
+  class Absent(Scripted):
+    def start(self, launcher):
+      self.attempts += 1
+      raise OSError("no place for its log")
+
+  absent = Absent(tmp_path / "run_000", "", {})
+  (other,) = scripted(tmp_path / "more", FAILS_ONCE)
+  assert play([absent, other], 1, 2) == 0
+  assert (absent.failed, other.failed) == (True, False)
+  assert (absent.attempts, other.attempts) == (2, 2)
+  why = "run_000: failed with 1, it cannot be started: no place for its log"
+  assert f"{why}; it goes on" in capsys.readouterr().out
+
+
+SAVES = """
+import pathlib, signal, time
+here = pathlib.Path(sys.argv[1])
+def save(*_):
+  time.sleep(0.5)
+  (here / "saved").touch()
+  sys.exit(130)
+signal.signal(signal.SIGINT, save)
+(here / "ready").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.process
+def test_runs_save_before_an_error_ends_their_sweep(tmp_path):
+  class Broken:
+    def verdict(self, run, runs):
+      if all((run.directory / "ready").exists() for run in runs):
+        raise ArithmeticError("of the rule")
+      run.due_s = 0
+      return ""
+
+  runs = scripted(tmp_path, SAVES, SAVES)
+  with pytest.raises(ArithmeticError, match="of the rule"):
+    play(runs, 2, 1, Broken())
+  assert all((run.directory / "saved").exists() for run in runs)
+
+
+@pytest.mark.process
+def test_no_run_ends_because_nobody_reads_what_the_sweep_tells(
+  tmp_path, monkeypatch
+):
+  def lost(*_):
+    raise BrokenPipeError
+
+  runs = scripted(tmp_path, FAILS_ONCE, "")
+  launcher = local.Local().open(pathlib.Path())
+  with open("/dev/full", "w") as full:
+    monkeypatch.setattr("sys.stdout", full)
+    sweep = sweep_lib.Sweep(runs, 1, 2, None, launcher, lost)
+    assert sweep.play() == 0
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+      full.close()
+  assert [(run.failed, run.attempts) for run in runs] == [
+    (False, 2),
+    (False, 1),
+  ]
 
 
 TELLS_ITS_NUMBER = """
