@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, steps, workdir
+from launch.cli import flags, known_programs, steps, workdir
 from launch.report import comparison, frozen
 from launch.view import runs as view_runs
 from rl import experiment
@@ -77,6 +77,7 @@ _TABLE = absl_flags.DEFINE_bool(
 )
 # Shows --config in --help.
 absl_flags.adopt_module_key_flags(flags)
+absl_flags.adopt_module_key_flags(known_programs)
 
 _LOOK_S = 0.2
 _MEASURE_S = 2.0
@@ -108,7 +109,7 @@ def main() -> None:
     flags.load_from_command_line(experiment.check_experiment)
     runs = _listed(root, path, given)
     for run in runs:
-      workdir.check_initial(run.directory, flags.load(path, run.overrides))
+      _check_place(run, flags.load(path, run.overrides))
     backend = flags.read_backend(_BACKEND.value)
     launcher = backend.open(root / "backend")
   every = _MEDIAN_EVERY.value
@@ -156,7 +157,7 @@ def _listed(
       f"{path} has no sweep() that lists runs; add one, or use launch.train"
     )
   return [
-    Run(root / f"run_{number:03d}", path, {**given, **overrides})
+    Run(root / f"run_{number:03d}", path, {**given, **overrides}, overrides)
     for number, overrides in enumerate(swept)
   ]
 
@@ -172,11 +173,25 @@ def _check_disjoint(
     )
 
 
+def _check_place(run: "Run", settings: experiment.Experiment) -> None:
+  """Raises SettingError where the directory of a run holds another one."""
+  if changes := workdir.forbidden_changes(run.directory, settings):
+    listing = "\n  ".join(changes)
+    raise overrides_lib.SettingError(
+      f"{run.directory} holds a run with other settings than sweep() lists for "
+      f"it ({_words(run.point)}):\n  {listing}\nput new points behind the "
+      "others, move that directory away, or choose another --workdir"
+    )
+  workdir.check_initial(run.directory, settings)
+
+
 @dataclasses.dataclass(eq=False)
 class Run:
   """One run of a sweep, in its directory.
 
   Attributes:
+    overrides: of the command line, and its own.
+    point: its own, which sweep() lists.
     attempts: starts so far.
     failed: it has ended with an error, and has no attempt left.
     looked: last round at which `MedianRule` compared it.
@@ -186,6 +201,7 @@ class Run:
   directory: pathlib.Path
   path: str
   overrides: Mapping[str, str | None]
+  point: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
   attempts: int = 0
   failed: bool = False
   looked: int = 0
@@ -196,7 +212,12 @@ class Run:
   @property
   def is_stopped(self) -> bool:
     """True for a run that a rule has stopped, in this sweep or before."""
-    return bool(comparison.note(self.directory))
+    return bool(self.note)
+
+  @property
+  def note(self) -> str:
+    """Why a rule has stopped it, in this sweep or before; "" if none has."""
+    return comparison.note(self.directory, self.point)
 
   def start(self, launcher: contract.Launcher) -> None:
     """Starts its process, or goes on from its newest checkpoint.
@@ -206,8 +227,8 @@ class Run:
     """
     self.attempts += 1
     self.directory.mkdir(parents=True, exist_ok=True)
-    settings = " ".join(f"{k}={v}" for k, v in self.overrides.items())
-    _tell(f"{self.directory}: {settings}")
+    comparison.remove_note(self.directory)
+    _tell(f"{self.directory}: {_words(self.overrides)}")
     with self._log.open("a") as log:
       self._log_bytes = log.tell()
     self.process = launcher.start(self.program())
@@ -235,6 +256,7 @@ class Run:
       arguments=(
         f"--config={self.path}",
         *flags.arguments(self.overrides),
+        *(["--trust_config"] if absl_flags.FLAGS["trust_config"].value else []),
         f"--workdir={self.directory}",
         "--end_with_stdin",
       ),
@@ -246,6 +268,10 @@ class Run:
     """Sends a signal, unless it has ended."""
     if self.process is not None:
       self.process.signal(number)
+
+
+def _words(overrides: Mapping[str, str | None]) -> str:
+  return " ".join(f"{name}={text}" for name, text in overrides.items())
 
 
 def _tell(text: str) -> None:
@@ -344,6 +370,9 @@ class Sweep:
     """
     before = {n: signal.signal(n, self._on_signal) for n in _SIGNALS}
     try:
+      for run in self._runs:
+        if run.note:
+          _tell(f"{run.directory}: left out, as it was {run.note}")
       self._report_ended()
       while self._active or (self._waiting and not self._number):
         while self._waiting and len(self._active) < self._parallel:
@@ -423,7 +452,7 @@ class Sweep:
     run.due_s = time.monotonic() + _MEASURE_S
     if why := self._rule.verdict(run, self._runs):
       _tell(f"{run.directory}: {why}")
-      comparison.write_note(run.directory, why)
+      comparison.write_note(run.directory, why, run.point)
       run.signal(signal.SIGINT)
 
   def _on_signal(self, number: int, frame: object) -> None:

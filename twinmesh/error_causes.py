@@ -808,7 +808,7 @@ CAUSES = (
     " directory. The code of the config file may change between the two.",
     code_block="twinmesh train --config=runs/first/config.json"
     " --workdir=runs/first",
-    of=("launch.cli.workdir:_check_same",),
+    of=("launch.cli.workdir:_check_same", "launch.sweep:_check_place"),
   ),
   Cause(
     code="TM-D05",

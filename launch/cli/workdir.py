@@ -377,14 +377,31 @@ def _clear(directory: pathlib.Path) -> None:
     shutil.rmtree(directory / name, ignore_errors=True)
 
 
+def forbidden_changes(
+  path: str | os.PathLike, experiment: experiment_lib.Experiment
+) -> list[str]:
+  """Returns the changes for which a saved run cannot go on; writes nothing.
+
+  Args:
+    experiment: one whose dtype is "auto" has that of the run.
+
+  Raises:
+    SettingError: as `read`.
+  """
+  if not has_saved(path):
+    return []
+  # The code may have changed, as all of the program may; settings may not.
+  before = read(path, as_kept=False)
+  if (dtype := before.model.compute.dtype) != "auto":
+    experiment = experiment.with_auto_dtype(dtype)
+  changes = overrides.difference(before, experiment)
+  return [line for line in changes if not line.startswith(_MAY_CHANGE)]
+
+
 def _check_same(
   directory: pathlib.Path, experiment: experiment_lib.Experiment
 ) -> None:
-  # The code may have changed, as all of the program may; settings may not.
-  before = read(directory, as_kept=False)
-  changes = overrides.difference(before, experiment)
-  changes = [line for line in changes if not line.startswith(_MAY_CHANGE)]
-  if changes:
+  if changes := forbidden_changes(directory, experiment):
     listing = "\n  ".join(changes)
     raise overrides.SettingError(
       f"--workdir={directory} holds a run with other settings:\n  {listing}\n"

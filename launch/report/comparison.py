@@ -172,12 +172,20 @@ def _rounds(directory: pathlib.Path) -> dict[int, dict[str, Any]]:
   )
 
 
-def note(directory: pathlib.Path) -> str:
-  """Returns what a sweep has noted about a run; "" without a note."""
+def note(
+  directory: pathlib.Path, point: Mapping[str, str | None] | None = None
+) -> str:
+  """Returns what a sweep has noted about a run; "" without a note.
+
+  Args:
+    point: its overrides: a note about others does not count. None: any.
+  """
   try:
-    return untrusted_files.read_text(directory / _NOTE).strip()
+    kept = untrusted_files.read_text(directory / _NOTE)
   except untrusted_files.BadFile:
     return ""
+  text, _, about = kept.strip().partition("\n")
+  return text if point is None or about == json.dumps(point) else ""
 
 
 def remark(directory: pathlib.Path) -> str:
@@ -186,9 +194,16 @@ def remark(directory: pathlib.Path) -> str:
   return note(directory) or first
 
 
-def write_note(directory: pathlib.Path, text: str) -> None:
-  """Notes something about a run, for `read`."""
-  (directory / _NOTE).write_text(f"{text}\n", "utf-8")
+def write_note(
+  directory: pathlib.Path, text: str, point: Mapping[str, str | None]
+) -> None:
+  """Notes something about a run of these overrides, for `read`."""
+  (directory / _NOTE).write_text(f"{text}\n{json.dumps(point)}\n", "utf-8")
+
+
+def remove_note(directory: pathlib.Path) -> None:
+  """Removes a note, about a run that was there before."""
+  (directory / _NOTE).unlink(missing_ok=True)
 
 
 def _settings(directory: pathlib.Path) -> dict[str, str]:

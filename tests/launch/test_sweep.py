@@ -12,7 +12,7 @@ import time
 import pytest
 
 from launch import sweep as sweep_lib
-from launch.cli import flags
+from launch.cli import flags, workdir
 from launch.report import comparison
 from rl.backends import local
 from tests.helpers import backends_under_test as under_test
@@ -90,6 +90,19 @@ def test_a_setting_that_the_sweep_sets_too_is_refused(tmp_path):
   assert result.returncode == 2
   assert "--config.rounds=1 is given, but sweep() sets rounds" in result.stderr
   assert not (tmp_path / "out").exists()
+
+
+def test_a_point_in_the_place_of_another_is_refused(tmp_path):
+  sweep(tmp_path, [])  # Writes the file.
+  place = tmp_path / "out" / "run_001"
+  before = flags.load(str(tmp_path / "swept.py"), GIVEN | {"seed": "2"})
+  workdir.claim(place, before.with_auto_dtype("float32")).close()
+  (place / "checkpoints" / "1").mkdir(parents=True)
+  result = sweep(tmp_path, [{"seed": 1}, {"seed": 5}])
+  assert result.returncode == 2
+  assert f"{place} holds a run with other settings" in result.stderr
+  assert "lists for it (seed=5):\n  seed: 2 -> 5\n" in result.stderr
+  assert not (tmp_path / "out" / "run_000").exists()
 
 
 class Scripted(sweep_lib.Run):
@@ -378,7 +391,7 @@ def test_a_run_below_the_median_of_two_others_is_found(tmp_path):
 
 
 @pytest.mark.process
-def test_a_run_that_a_rule_stops_is_told_and_stays_so(tmp_path):
+def test_a_run_that_a_rule_stops_is_told_and_stays_so(tmp_path, capsys):
   runs = scripted(tmp_path, WAITS, "", "")
   for run, value in zip(runs, (0.1, 0.8, 0.9), strict=True):
     write_metrics(run.directory, [value] * 4)
@@ -391,6 +404,19 @@ def test_a_run_that_a_rule_stops_is_told_and_stays_so(tmp_path):
   again = scripted(tmp_path, WAITS, "", "")
   play(again, 3, 2, rule)
   assert [run.attempts for run in again] == [0, 1, 1]
+  assert "run_000: left out, as it was stopped after" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_a_note_about_another_point_leaves_nothing_out(tmp_path):
+  (run,) = scripted(tmp_path, "")
+  run.point = {"seed": "5"}
+  run.directory.mkdir()
+  comparison.write_note(run.directory, "stopped", {"seed": "1"})
+  assert play([run], 1, 1) == 0
+  assert run.attempts == 1
+  # Nor does a table take it for one about this run.
+  assert comparison.note(run.directory) == ""
 
 
 def test_runs_are_compared_while_they_go_on(tmp_path):

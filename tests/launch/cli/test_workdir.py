@@ -103,6 +103,18 @@ def test_a_run_that_never_saved_starts_over_with_any_config(
   assert workdir.read(tmp_path) == other(experiment)
 
 
+def test_a_saved_run_tells_what_must_not_change(tmp_path, experiment):
+  # As it runs: with a dtype in the place of "auto".
+  claimed = experiment.with_auto_dtype("bfloat16")
+  workdir.claim(tmp_path, claimed).close()
+  assert workdir.forbidden_changes(tmp_path, other(experiment)) == []
+  (tmp_path / "checkpoints" / "25").mkdir(parents=True)
+  longer = dataclasses.replace(experiment, rounds=experiment.rounds + 1)
+  assert workdir.forbidden_changes(tmp_path, longer) == []
+  changes = workdir.forbidden_changes(tmp_path, other(experiment))
+  assert changes == [f"seed: {experiment.seed} -> {experiment.seed + 1}"]
+
+
 def test_the_error_of_a_run_is_kept_until_it_goes_on(tmp_path, experiment):
   workdir.claim(tmp_path, experiment).close()
   assert not workdir.failure(tmp_path)

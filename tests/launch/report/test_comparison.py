@@ -74,7 +74,7 @@ def test_settings_are_read_as_the_command_line_names_them(tmp_path):
       "config_files": {"task": {"path": "task.py", "lines": [cls]}},
     }
     (directory / "config.json").write_text(json.dumps(config))
-    comparison.write_note(directory, f"{directory.name} was stopped")
+    comparison.write_note(directory, f"{directory.name} was stopped", {})
   (tmp_path / "none").mkdir()
   # The last row of a repeated round counts; what is no number does not.
   rows = [{"round": 1, "loss": 3.0}, {"round": 1, "loss": 2.0}]
