@@ -20,6 +20,7 @@ first, and writes compare.html with their curves. A sweep ends with that.
 import collections
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -32,13 +33,14 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags, known_programs, steps, workdir
+from launch.cli import config_file, flags, known_programs, steps, workdir
 from launch.report import comparison, frozen
 from launch.view import runs as view_runs
 from rl import experiment
 from rl.backends import contract
 from rl.runtime import log_line
 from rl.settings import overrides as overrides_lib
+from rl.settings import parsing
 from twinmesh import error_codes
 
 _WORKDIR = absl_flags.DEFINE_string(
@@ -107,9 +109,11 @@ def main() -> None:
     comparison.check_documented(metric)
     given = flags.overrides()
     flags.load_from_command_line(experiment.check_experiment)
-    runs = _listed(root, path, given)
+    runs, seen = _listed(root, path, given), dict[str, Run]()
     for run in runs:
-      _check_place(run, flags.load(path, run.overrides))
+      settings = flags.load(path, run.overrides)
+      _check_differs(run, settings, seen)
+      _check_place(run, settings)
     backend = flags.read_backend(_BACKEND.value)
     launcher = backend.open(root / "backend")
   every = _MEDIAN_EVERY.value
@@ -147,7 +151,7 @@ def _listed(
   """Returns the runs of the file's sweep().
 
   Raises:
-    SettingError: there are none, or one would override the command line.
+    SettingError: there are none, or one sets what the command line sets.
   """
   swept = flags.sweep(path)
   for overrides in swept:
@@ -165,11 +169,28 @@ def _listed(
 def _check_disjoint(
   given: Mapping[str, str | None], overrides: Mapping[str, str | None]
 ) -> None:
-  """Raises SettingError if a run would override the command line."""
-  for key in given.keys() & overrides.keys():
+  """Raises SettingError for a setting that both would set."""
+  for key, text in overrides.items():
+    for other in given:
+      below = other.removeprefix(f"{key}.")
+      if other == key or (below != other and parsing.sets(text or "", below)):
+        raise overrides_lib.SettingError(
+          f"{overrides_lib.argument(other, given[other])} is given, but sweep()"
+          f" sets {other} too; leave it out of one of them"
+        )
+
+
+def _check_differs(
+  run: "Run", settings: experiment.Experiment, seen: dict[str, "Run"]
+) -> None:
+  """Raises SettingError for a run that repeats one that was seen before."""
+  text = json.dumps(config_file.to_json(settings))
+  before = seen.setdefault(text, run)
+  if before is not run:
     raise overrides_lib.SettingError(
-      f"{overrides_lib.argument(key, given[key])} is given, but sweep() sets "
-      f"{key} too; leave it out of one of them"
+      f"{before.directory.name} ({_words(before.point)}) and "
+      f"{run.directory.name} ({_words(run.point)}) of sweep() have the same "
+      "settings; leave one out"
     )
 
 

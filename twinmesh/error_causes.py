@@ -180,11 +180,12 @@ CAUSES = (
     ),
     why="A sweep plays what sweep() of the config lists: one mapping a run, of"
     " settings to values. A setting that both it and the command line give has"
-    " no single value.",
+    " no single value, and two runs of the same settings teach nothing.",
     cure="Add the function to the file, or leave the setting out of one of the"
-    " two places.",
+    " two places, and one of two equal runs.",
     code_block='def sweep():\n  return [{"seed": n} for n in range(3)]',
     of=(
+      "launch.sweep:_check_differs",
       "launch.sweep:_check_disjoint",
       "launch.sweep:_listed",
       "launch.xm:commands",

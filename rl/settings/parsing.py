@@ -80,6 +80,23 @@ def read_field(
   raise annotations.SettingError(message)
 
 
+def sets(text: str, path: str) -> bool:
+  """Returns whether a text gives a value to the setting at a path below it.
+
+  `adamw(learning_rate=1e-3)` does so at learning_rate, and nowhere else.
+  """
+  name, _, rest = path.partition(".")
+  try:
+    shape = _shape(Text(text))
+  except _Mismatch:
+    return False
+  if isinstance(shape, list):
+    shape = {str(number): item for number, item in enumerate(shape)}
+  if not isinstance(shape, dict) or name not in shape:
+    return False
+  return not rest or sets(shape[name].text, rest)
+
+
 def turned_off(hint: Any, where: str) -> bool | None:
   """Returns the value that turns a setting off: False, or None.
 

@@ -15,6 +15,7 @@ from launch import sweep as sweep_lib
 from launch.cli import flags, workdir
 from launch.report import comparison
 from rl.backends import local
+from rl.settings import overrides
 from tests.helpers import backends_under_test as under_test
 from tests.helpers import commands, viewed_runs
 
@@ -103,6 +104,32 @@ def test_a_point_in_the_place_of_another_is_refused(tmp_path):
   assert f"{place} holds a run with other settings" in result.stderr
   assert "lists for it (seed=5):\n  seed: 2 -> 5\n" in result.stderr
   assert not (tmp_path / "out" / "run_000").exists()
+
+
+@pytest.mark.parametrize("text", ["adamw(learning_rate=1e-3)", "muon"])
+def test_a_part_of_what_the_sweep_sets_is_given_unless_it_sets_it(
+  tmp_path, text
+):
+  given = {"optimizer.learning_rate": "5e-4"}
+  path = tmp_path / "swept.py"
+  runs = [{"optimizer": text}]
+  path.write_text(SWEEP.format(root=str(commands.ROOT), runs=runs))
+  if text == "muon":
+    (run,) = sweep_lib._listed(tmp_path, str(path), given)
+    assert flags.load(str(path), run.overrides).optimizer.learning_rate == 5e-4
+  else:
+    words = "learning_rate=5e-4 is given, but sweep.. sets optimizer.learning_r"
+    with pytest.raises(overrides.SettingError, match=words):
+      sweep_lib._listed(tmp_path, str(path), given)
+
+
+def test_two_runs_of_the_same_settings_are_refused(tmp_path):
+  result = sweep(tmp_path, [{"seed": 1}, {"seed": 2}, {"seed": "1.0"}])
+  assert result.returncode == 2
+  assert "run_000 (seed=1) and run_002 (seed=1.0) of sweep() have" in (
+    result.stderr
+  )
+  assert not (tmp_path / "out").exists()
 
 
 class Scripted(sweep_lib.Run):

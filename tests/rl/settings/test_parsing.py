@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rl.settings import overrides
+from rl.settings import overrides, parsing
 from tests.helpers import setting_tree
 from tests.helpers.setting_tree import Clipped, Color, Kinds, Plain, Pool, Tree
 
@@ -213,3 +213,21 @@ def test_object_that_cannot_be_built_is_refused(path, text, reason):
   with pytest.raises(overrides.SettingError) as error:
     overrides.override(Tree(), path, text.replace("@", f"{HERE}."))
   assert reason.replace("@", f"{HERE}.") in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("text", "path", "expected"),
+  [
+    ("clipped(low=0.1)", "low", True),
+    ("clipped(low=0.1)", "high", False),
+    ("clipped", "low", False),
+    ("tree(loss=clipped(low=0.1))", "loss.low", True),
+    ("tree(loss=clipped(low=0.1))", "loss.high", False),
+    ("{'low': 0.1}", "low", True),
+    ("[clipped(low=0.1), clipped]", "0.low", True),
+    ("[clipped(low=0.1), clipped]", "1.low", False),
+    ("", "low", False),
+  ],
+)
+def test_a_text_sets_what_it_gives_a_value_to(text, path, expected):
+  assert parsing.sets(text, path) is expected
