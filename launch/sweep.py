@@ -28,13 +28,14 @@ import signal
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import config_file, flags, known_programs, steps, workdir
-from launch.report import comparison, frozen
+from launch.report import comparison, frozen, run_files
 from launch.view import runs as view_runs
 from rl import experiment
 from rl.backends import contract
@@ -115,10 +116,11 @@ def main() -> None:
       _check_differs(run, settings, seen)
       _check_place(run, settings)
     backend = flags.read_backend(_BACKEND.value)
+    lock = workdir.locked(root)
     launcher = backend.open(root / "backend")
   every = _MEDIAN_EVERY.value
   rule = None if every is None else MedianRule(every, metric, less)
-  with steps.Steps(sys.stderr) as shown:
+  with lock, steps.Steps(sys.stderr) as shown:
     sweep = Sweep(
       runs, _PARALLEL.value, _ATTEMPTS.value, rule, launcher, shown.phase
     )
@@ -126,18 +128,29 @@ def main() -> None:
   if number:
     sys.exit(128 + number)
   with flags.exit_on_setting_error():
-    compare(root, metric, less)
+    compare(root, metric, less, {run.directory.name: run.why for run in runs})
   sys.exit(1 if any(run.failed for run in runs) else 0)
 
 
-def compare(root: pathlib.Path, metric: str, less: bool) -> None:
+def compare(
+  root: pathlib.Path,
+  metric: str,
+  less: bool,
+  failures: Mapping[str, str] = types.MappingProxyType({}),
+) -> None:
   """Writes compare.html, and prints a table of all runs below a directory.
+
+  Args:
+    failures: errors by the names of runs, of which these may hold no word.
 
   Raises:
     ValueError: there are none, or none has the metric.
   """
   directories = sorted(root.iterdir()) if root.is_dir() else []
-  runs = comparison.read(directories, metric)
+  runs = [
+    dataclasses.replace(run, note=failures.get(run.name) or run.note)
+    for run in comparison.read(directories, metric)
+  ]
   target = root / "compare.html"
   data = view_runs.RunsDirectory(root).frozen(metric, less)
   target.write_text(frozen.page(root.resolve().name, data), "utf-8")
@@ -214,7 +227,7 @@ class Run:
     overrides: of the command line, and its own.
     point: its own, which sweep() lists.
     attempts: starts so far.
-    failed: it has ended with an error, and has no attempt left.
+    why: the error that it has ended with, with no attempt left; or "".
     looked: last round at which `MedianRule` compared it.
     due_s: time of the next look at its metrics.
   """
@@ -224,11 +237,16 @@ class Run:
   overrides: Mapping[str, str | None]
   point: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
   attempts: int = 0
-  failed: bool = False
+  why: str = ""
   looked: int = 0
   due_s: float = 0.0
   process: contract.Started | None = None
   _log_bytes: int = 0
+
+  @property
+  def failed(self) -> bool:
+    """True once it has ended with an error, and has no attempt left."""
+    return bool(self.why)
 
   @property
   def is_stopped(self) -> bool:
@@ -293,6 +311,17 @@ class Run:
 
 def _words(overrides: Mapping[str, str | None]) -> str:
   return " ".join(f"{name}={text}" for name, text in overrides.items())
+
+
+def _keep_failure(run: Run, code: int) -> None:
+  """Keeps why a run has failed in its directory, if that is its own."""
+  if code == _WRONG_SETTINGS:
+    # It has not claimed the directory: a run that is there is another one.
+    is_kept = not run_files.is_run(run.directory)
+  else:
+    is_kept = not workdir.failure(run.directory)
+  if is_kept:
+    workdir.keep_failure(run.directory, run.why)
 
 
 def _tell(text: str) -> None:
@@ -455,9 +484,8 @@ class Sweep:
     if again:
       self._waiting.append(run)
     else:
-      run.failed = True
-      if code == _WRONG_SETTINGS or not workdir.failure(run.directory):
-        workdir.keep_failure(run.directory, why)
+      run.why = why
+      _keep_failure(run, code)
       self._report_ended()
 
   def _report_ended(self) -> None:

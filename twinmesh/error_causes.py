@@ -778,7 +778,7 @@ CAUSES = (
     cure="See who it is, and stop it with Ctrl-C or SIGTERM, after which it"
     " saves; or name another --workdir.",
     code_block="twinmesh status runs/first",
-    of=("launch.cli.workdir:_locked",),
+    of=("launch.cli.workdir:locked",),
   ),
   Cause(
     code="TM-D03",

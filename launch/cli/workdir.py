@@ -106,7 +106,7 @@ def claim(
   # Before the lock: nothing is left in a directory that is not ours.
   _check_path(directory)
   _check_ours(directory)
-  lock = _locked(directory)
+  lock = locked(directory)
   _check_checkpoints(directory)
   for note in run_repair.mend(
     directory, trees=_TREES, files=(*_RECORDS, *_OTHERS), rows=_ROWS
@@ -280,7 +280,12 @@ def has_saved(path: str | os.PathLike) -> bool:
   return bool(checkpoints(path) or checkpoints(path, WARM_START))
 
 
-def _locked(directory: pathlib.Path) -> TextIO:
+def locked(directory: pathlib.Path) -> TextIO:
+  """Returns the lock of a directory, which is held while it is open.
+
+  Raises:
+    SettingError: another process holds it, or it cannot be written.
+  """
   lock = _opened(directory / _LOCK)
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -214,6 +214,25 @@ def test_a_run_that_fails_is_told_with_its_last_error(tmp_path, capsys):
 
 
 @pytest.mark.process
+def test_a_run_of_another_is_not_said_to_have_failed(tmp_path, capsys):
+  (run,) = scripted(tmp_path, "print('error: in use'); sys.exit(2)")
+  write_metrics(run.directory, [0.5])
+  (run.directory / "config.json").write_text("{}")
+  play([run], 1, 1)
+  assert workdir.failure(run.directory) == ""
+  sweep_lib.compare(tmp_path, "success", False, {"run_000": run.why})
+  assert "0.5           see log.txt: in use\n" in capsys.readouterr().out
+
+
+def test_a_second_sweep_in_a_directory_is_refused(tmp_path):
+  with workdir.locked(tmp_path / "out"):
+    result = sweep(tmp_path, [{"seed": 1}])
+  assert result.returncode == 2
+  assert "out is in use by another process; wait for it" in result.stderr
+  assert [x.name for x in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(("script", "signals"), [(WAITS, 1), (STUBBORN, 2)])
 def test_a_signal_stops_what_runs_and_starts_nothing_more(
   tmp_path, script, signals
