@@ -29,7 +29,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from absl import app
 from absl import flags as absl_flags
@@ -112,10 +112,12 @@ def main() -> None:
     flags.load_from_command_line(experiment.check_experiment)
     runs, seen = _listed(root, path, given), dict[str, Run]()
     for run in runs:
+      _check_directory(run.directory)
       settings = flags.load(path, run.overrides)
       _check_differs(run, settings, seen)
       _check_place(run, settings)
     backend = flags.read_backend(_BACKEND.value)
+    workdir.make_writable(root, f"--workdir={root}")
     lock = workdir.locked(root)
     launcher = backend.open(root / "backend")
   every = _MEDIAN_EVERY.value
@@ -127,6 +129,8 @@ def main() -> None:
     number = sweep.play()
   if number:
     sys.exit(128 + number)
+  if not any(run_files.is_run(run.directory) for run in runs):
+    sys.exit(1)  # All have failed, which has been told.
   with flags.exit_on_setting_error():
     compare(root, metric, less, {run.directory.name: run.why for run in runs})
   sys.exit(1 if any(run.failed for run in runs) else 0)
@@ -144,18 +148,33 @@ def compare(
     failures: errors by the names of runs, of which these may hold no word.
 
   Raises:
-    ValueError: there are none, or none has the metric.
+    ValueError: there are none, none has the metric, or the directory cannot be
+      read or written.
   """
-  directories = sorted(root.iterdir()) if root.is_dir() else []
+  with _naming(root):
+    directories = sorted(root.iterdir()) if root.is_dir() else []
   runs = [
     dataclasses.replace(run, note=failures.get(run.name) or run.note)
     for run in comparison.read(directories, metric)
   ]
   target = root / "compare.html"
   data = view_runs.RunsDirectory(root).frozen(metric, less)
-  target.write_text(frozen.page(root.resolve().name, data), "utf-8")
+  page = frozen.page(root.resolve().name, data)
+  with _naming(target):
+    target.write_text(page, "utf-8")
   print(comparison.text(runs, metric, less))
   print(f"curves: {target}")
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+  """Turns an OSError into a SettingError that names the file."""
+  try:
+    yield
+  except OSError as error:
+    raise overrides_lib.SettingError(
+      f"{path} cannot be used: {error.strerror}"
+    ) from error
 
 
 def _listed(
@@ -204,6 +223,14 @@ def _check_differs(
       f"{before.directory.name} ({_words(before.point)}) and "
       f"{run.directory.name} ({_words(run.point)}) of sweep() have the same "
       "settings; leave one out"
+    )
+
+
+def _check_directory(path: pathlib.Path) -> None:
+  """Raises SettingError for a directory of a run that is none."""
+  if os.path.lexists(path) and not os.path.isdir(path):
+    raise overrides_lib.SettingError(
+      f"{path} must be the directory of a run; move away what is there"
     )
 
 

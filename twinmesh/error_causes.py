@@ -124,6 +124,8 @@ CAUSES = (
       "launch.export:_check_place",
       "launch.gateway.session_record:SessionRecord.__init__",
       "launch.plan:_check_out",
+      "launch.sweep:_check_directory",
+      "launch.sweep:_naming",
       "launch.try_environment:_lines",
       "models.hf.export:export",
       "models.hf.peft:export",

@@ -73,6 +73,22 @@ def test_a_run_that_cannot_work_is_found_before_any_starts(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+  ("name", "words"),
+  [
+    ("out", "out cannot be written: "),
+    ("out/run_000", "run_000 must be the directory of a run; move away"),
+  ],
+)
+def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path, name, words):
+  (tmp_path / name).parent.mkdir(exist_ok=True)
+  (tmp_path / name).touch()
+  result = sweep(tmp_path, [{"seed": 1}])
+  assert result.returncode == 2
+  assert words in result.stderr
+  assert "TM-C05" in result.stderr
+
+
 def test_settings_of_something_else_are_refused(tmp_path):
   config = "--config=configs/fleet_small.py"
   result = commands.run("launch.sweep", config, f"--workdir={tmp_path}")
@@ -472,6 +488,15 @@ def test_runs_are_compared_while_they_go_on(tmp_path):
   assert result.returncode == 0, result.stderr
   assert "run_000  2       0.6           0.6" in result.stdout
   assert (tmp_path / "compare.html").exists()
+
+
+def test_a_comparison_that_cannot_be_written_says_so(tmp_path):
+  write_metrics(tmp_path / "run_000", [0.5])
+  (tmp_path / "run_000" / "config.json").write_text("{}")
+  (tmp_path / "compare.html").mkdir()
+  result = commands.run("launch.sweep", f"--workdir={tmp_path}", "--table")
+  assert result.returncode == 2
+  assert "compare.html cannot be used: Is a directory\n" in result.stderr
 
 
 @pytest.mark.parametrize(
