@@ -129,10 +129,10 @@ def main() -> None:
     number = sweep.play()
   if number:
     sys.exit(128 + number)
-  if not any(run_files.is_run(run.directory) for run in runs):
-    sys.exit(1)  # All have failed, which has been told.
-  with flags.exit_on_setting_error():
-    compare(root, metric, less, {run.directory.name: run.why for run in runs})
+  # Where no run has come as far, their errors have been told.
+  if any(run_files.is_run(run.directory) for run in runs):
+    with flags.exit_on_setting_error():
+      compare(root, metric, less, {run.directory.name: run.why for run in runs})
   sys.exit(1 if any(run.failed for run in runs) else 0)
 
 

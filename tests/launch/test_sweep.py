@@ -148,6 +148,14 @@ def test_two_runs_of_the_same_settings_are_refused(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.process
+def test_a_sweep_whose_runs_all_fail_at_once_has_failed(tmp_path):
+  result = sweep(tmp_path, [{"placement.platform": "tpu"}])
+  assert result.returncode == 1, result.stderr
+  assert "run_000: failed with 2, see log.txt: " in result.stdout
+  assert "error" not in result.stderr
+
+
 class Scripted(sweep_lib.Run):
   """A run that is a script: it writes metrics, and ends as it is told."""
 
