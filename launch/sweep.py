@@ -317,7 +317,8 @@ class Run:
   def program(self) -> contract.Program:
     """Returns what it runs, in the same directory on every host."""
     return contract.Program(
-      name=self.directory.name,
+      # The first word is for `launch.host --only=run`.
+      name=f"run {self.directory.name}",
       module="launch.train",
       arguments=(
         f"--config={self.path}",

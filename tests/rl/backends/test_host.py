@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from launch import sweep
 from rl.backends import addresses, contract, host
 from tests.helpers import backends_under_test as under_test
 
@@ -87,6 +88,26 @@ def test_a_host_takes_programs_of_its_name_only(tmp_path):
       assert f"{one.address}: it takes 'learner 1' only" in left.reason
       assert f"{other.address}: it takes 'engine' only" in left.reason
     assert [process.code() for process in taken] == [None] * 3
+    launcher.close()
+
+
+@pytest.mark.parametrize(("only", "takes"), [("run", True), ("engine", False)])
+def test_a_host_can_be_for_runs_of_a_sweep(tmp_path, only, takes):
+  run = sweep.Run(tmp_path / "run_000", "absent.py", {})
+  with under_test.listening(only=only) as server:
+    setting = addresses.KnownAddresses(
+      at=(server.address,),
+      token_file=str(under_test.token_file(tmp_path)),
+      place_s=1,
+    )
+    launcher = setting.open(tmp_path)
+    script = under_test.scripted(tmp_path, "waits", WAITS)
+    program = dataclasses.replace(script, name=run.program().name)
+    process = launcher.start(program)
+    if takes:
+      under_test.says(program, "here")
+    else:
+      assert under_test.ended(process) == contract.NEVER_RAN
     launcher.close()
 
 
