@@ -29,7 +29,7 @@ import yaml
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import flags
+from launch.cli import flags, known_programs
 from rl import experiment as experiment_lib
 from rl.backends import addresses
 from rl.pools import placement
@@ -87,6 +87,10 @@ _SECRET_FLAG = absl_flags.DEFINE_string(
 _CLAIM = absl_flags.DEFINE_string(
   "claim", "", f"PersistentVolumeClaim that is mounted at {_RUNS}."
 )
+
+# Shows --config and --trust_config in --help.
+absl_flags.adopt_module_key_flags(flags)
+absl_flags.adopt_module_key_flags(known_programs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,11 +283,16 @@ def _token() -> Mapping[str, Mapping[str, Any]]:
 
 def _train(name: str, platform: str) -> list[str]:
   changes = flags.overrides() | {"placement.platform": platform}
-  return [
-    *("python", "-m", "launch.train"),
+  arguments = [
     f"--config={absl_flags.FLAGS.config}",
     *flags.arguments(changes),
+    *(["--trust_config"] * known_programs.TRUST.value),
     f"--workdir={_RUNS}/{name}",
+  ]
+  # Kubernetes would read $(NAME) as a variable of the pod.
+  return [
+    *("python", "-m", "launch.train"),
+    *(argument.replace("$", "$$") for argument in arguments),
   ]
 
 

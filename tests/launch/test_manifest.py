@@ -146,6 +146,16 @@ def test_the_pod_has_the_devices_of_the_placement():
   }
 
 
+def test_the_run_gets_what_was_given_to_the_letter():
+  # Of $$ Kubernetes makes $, and it puts the address of the pod in POD_IP.
+  done = printed(*MANY, "--config.initial=/$HOME/$(POD_IP)", "--trust_config")
+  run, *_ = yaml.safe_load(done.stdout)["spec"]["replicatedJobs"]
+  command = pod_in(run)["containers"][0]["command"]
+  assert "--config.initial=/$$HOME/$$(POD_IP)" in command
+  assert "--trust_config" in command
+  assert "host='$(POD_IP)'" in command[-1]
+
+
 @pytest.mark.parametrize(
   ("arguments", "why"),
   [
