@@ -67,6 +67,9 @@ _PLACE_S = 1800
 """Longest wait for a pod: its node may have to start, and its image to come."""
 # The names of its jobs and pods are longer, and have 63 characters at most.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+# A name of DNS, as those of claims and secrets are.
+_WORD = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_OBJECT = re.compile(rf"(?=.{{1,253}}$){_WORD}(\.{_WORD})*")
 
 _IMAGE = absl_flags.DEFINE_string("image", "", "Container image of the run.")
 _ACCELERATOR = absl_flags.DEFINE_string(
@@ -373,6 +376,14 @@ def _checked(name: str, **needed: str) -> None:
       f"--name={name}: use lower-case letters, digits and dashes, 40 at most, "
       "with a letter first and no dash last"
     )
+  for flag, value in needed.items():
+    if flag in ("claim", "secret") and not _OBJECT.fullmatch(value):
+      raise overrides.SettingError(
+        f"--{flag}={value}: use lower-case letters, digits, dashes and dots, "
+        "253 at most, and a letter or digit at each end and beside each dot"
+      )
+    if re.search(r"\s", value):
+      raise overrides.SettingError(f"--{flag}={value}: leave out the spaces")
 
 
 @flags.command

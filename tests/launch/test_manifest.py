@@ -185,6 +185,10 @@ def test_the_run_gets_what_was_given_to_the_letter():
     (["--name=" + "n" * 41], "40 at most"),
     (["--claim="], "--claim is missing"),
     (["--image="], "--image is missing"),
+    (["--image=example/a b"], "--image=example/a b: leave out the spaces"),
+    (["--claim=Runs"], "--claim=Runs: use lower-case letters, digits, dashes"),
+    (["--claim=a..b"], "--claim=a..b: use lower-case letters"),
+    ([*MANY, "--secret=a_b"], "--secret=a_b: use lower-case letters"),
   ],
 )
 def test_what_cannot_run_is_refused(arguments, why):
