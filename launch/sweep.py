@@ -440,6 +440,7 @@ class Sweep:
     self._waiting = collections.deque(r for r in runs if not r.is_stopped)
     self._active: list[Run] = []
     self._number = 0
+    self._is_told = False
 
   def play(self) -> int:
     """Plays all runs; returns the signal that stopped them, or 0.
@@ -458,6 +459,7 @@ class Sweep:
             break
           self._start(self._waiting.popleft())
         time.sleep(_LOOK_S)
+        self._tell_of_signal()
         for run in [*self._active]:
           self._look_at(run)
     except BaseException:
@@ -468,6 +470,12 @@ class Sweep:
       for number, handler in before.items():
         signal.signal(number, handler)
     return self._number
+
+  def _tell_of_signal(self) -> None:
+    # Not in the handler, which may interrupt another print.
+    if self._number and not self._is_told:
+      self._is_told = True
+      _tell("stopping at the next safe point; again to end at once")
 
   def _start(self, run: Run) -> None:
     self._active.append(run)

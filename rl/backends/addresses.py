@@ -154,15 +154,15 @@ class _AddressedProcess(followed.Followed):
   def _play(self, lines: host.JsonLines) -> int | str:
     """Returns the code of the program, or why a full host has refused it."""
     lines.send(token=self._token, program=host.sent(self.program))
-    started = False
     while True:
       # Not before its number is known: then it has begun.
-      for number in self._taken() if started else []:
+      for number in self._taken() if self._begun.is_set() else []:
         lines.send(signal=number)
-      if self._killed.is_set() and not started:
+      if self._killed.is_set() and not self._begun.is_set():
         raise followed.NotPlaced("it was ended before it had a place")
       for told in lines.take(_LOOK_S):
-        started = started or "pid" in told
+        if "pid" in told:
+          self._begun.set()
         if "refused" in told and told.get("full"):
           return str(told["refused"])
         if "refused" in told:

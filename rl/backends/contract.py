@@ -64,7 +64,10 @@ class Started(Protocol):
     ...
 
   def signal(self, number: int) -> None:
-    """Sends a signal, unless it has ended; does not wait."""
+    """Sends a signal, unless it has ended; does not wait.
+
+    SIGINT and SIGTERM end a program that waits for its place.
+    """
     ...
 
   def kill(self) -> None:

@@ -9,6 +9,7 @@ import time
 from rl.backends import contract
 
 _END_S = 20.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class NotPlaced(Exception):
@@ -29,6 +30,7 @@ class Followed(abc.ABC):
     self._code: int | None = None
     self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     self._killed = threading.Event()
+    self._begun = threading.Event()
     self._thread = threading.Thread(
       target=self._run, name=program.name, daemon=True
     )
@@ -43,7 +45,8 @@ class Followed(abc.ABC):
   def _follow(self) -> int:
     """Starts the program and returns its code, in the thread.
 
-    It ends soon after `_killed` was set, and passes on the signals of `_taken`.
+    It sets `_begun` once the program runs, ends soon after `_killed` was set,
+    and passes on the signals of `_taken`.
 
     Raises:
       NotPlaced: it could not be started, or was lost.
@@ -75,6 +78,9 @@ class Followed(abc.ABC):
 
   def signal(self, number: int) -> None:
     """Sends a signal, unless it has ended."""
+    if number in _ENDING and not self._begun.is_set():
+      # What has no place yet waits for none any more.
+      self._killed.set()
     self._signals.put(number)
 
   def kill(self) -> None:

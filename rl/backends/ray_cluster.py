@@ -160,6 +160,7 @@ class _RayProcess(followed.Followed):
     try:
       first = actor.poll.remote(())
       self._wait_for_place(ray, first)
+      self._begun.set()
       return self._poll(ray, actor, first)
     except ray.exceptions.RayError as error:
       raise followed.NotPlaced(f"Ray has lost it: {error}") from error

@@ -94,7 +94,9 @@ class SpooledProcess(followed.Followed):
         ended_s = now
       elif self._killed.is_set() or now > ended_s + _LOST_S:
         raise followed.NotPlaced("its job has ended without a word")
-      if self._killed.is_set() and not (directory / "began").exists():
+      if not self._begun.is_set() and (directory / "began").exists():
+        self._begun.set()
+      if self._killed.is_set() and not self._begun.is_set():
         raise followed.NotPlaced("it was ended before it had a place")
     raise AssertionError
 

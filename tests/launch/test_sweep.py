@@ -259,7 +259,7 @@ def test_a_second_sweep_in_a_directory_is_refused(tmp_path):
 @pytest.mark.process
 @pytest.mark.parametrize(("script", "signals"), [(WAITS, 1), (STUBBORN, 2)])
 def test_a_signal_stops_what_runs_and_starts_nothing_more(
-  tmp_path, script, signals
+  tmp_path, script, signals, capsys
 ):
   runs = scripted(tmp_path, script, script, script)
   before = signal.getsignal(signal.SIGINT)
@@ -280,6 +280,8 @@ def test_a_signal_stops_what_runs_and_starts_nothing_more(
   processes = [run.process for run in runs[:2]]
   assert all(one and one.code() is not None for one in processes)
   assert signal.getsignal(signal.SIGINT) is before
+  told = capsys.readouterr().out
+  assert told.count("stopping at the next safe point; again to end at") == 1
 
 
 @pytest.mark.process

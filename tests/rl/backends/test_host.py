@@ -1,6 +1,7 @@
 """A host that starts programs: for whom, how many, and until when."""
 
 import dataclasses
+import signal
 import socket
 
 import pytest
@@ -141,6 +142,21 @@ def test_a_full_host_is_passed_over_and_the_rest_are_told_why(tmp_path):
     assert (second.code(), fourth.code()) == (None, None)
     patient.close()
     launcher.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_a_place(tmp_path, number):
+  setting = addresses.KnownAddresses(
+    at=("127.0.0.1:1",),
+    token_file=str(under_test.token_file(tmp_path)),
+    place_s=10 * under_test.DEADLINE_S,
+  )
+  launcher = setting.open(tmp_path)
+  process = launcher.start(under_test.scripted(tmp_path, "waits", WAITS))
+  process.signal(number)
+  assert under_test.ended(process) == contract.NEVER_RAN
+  assert process.reason == "it was ended before it had a place"
+  launcher.close()
 
 
 def test_a_host_that_ends_takes_its_programs_along(tmp_path):
