@@ -27,7 +27,7 @@ class KnownAddresses:
     at: the addresses of these hosts, as `10.0.0.2:7000`.
     token_file: has the token that they were started with.
     host: address of this host for them; None is the one that a connection to
-      the first of them leaves from.
+      the first of them leaves from, of those that can be found.
     place_s: longest wait until one of them takes a program.
   """
 
@@ -57,19 +57,38 @@ class KnownAddresses:
     """Returns what asks them.
 
     Raises:
-      ValueError: the token cannot be read.
+      ValueError: the token cannot be read, or no host can be found.
     """
     del folder
     token = host.read_token(pathlib.Path(self.token_file))
     where = [host.address_of(x, "placement.backend.at") for x in self.at]
     return _AddressesLauncher(
-      where, token, self.host or _own_address(where[0]), self.place_s
+      where, token, self.host or _own_address(where), self.place_s
     )
 
 
-def _own_address(other: tuple[str, int]) -> str:
-  """Returns the address of this host for another; sends nothing."""
-  family, *_, place = socket.getaddrinfo(*other, type=socket.SOCK_DGRAM)[0]
+def _own_address(others: Sequence[tuple[str, int]]) -> str:
+  """Returns the address of this host for the first that is found.
+
+  Sends nothing to them.
+
+  Raises:
+    ValueError: none is.
+  """
+  why = []
+  for host_port in others:
+    try:
+      return _address_for(*host_port)
+    except OSError as error:
+      why.append(f"{host.joined(*host_port)}: {error.strerror}")
+  raise ValueError(
+    f"placement.backend.at names no host that can be found: {'; '.join(why)}; "
+    "correct it, or name this host by placement.backend.host"
+  )
+
+
+def _address_for(name: str, port: int) -> str:
+  family, *_, place = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)[0]
   with socket.socket(family, socket.SOCK_DGRAM) as probe:
     probe.connect(place)
     return str(probe.getsockname()[0])

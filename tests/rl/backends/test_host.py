@@ -144,6 +144,18 @@ def test_a_full_host_is_passed_over_and_the_rest_are_told_why(tmp_path):
     launcher.close()
 
 
+def test_a_host_that_cannot_be_found_is_passed_over(tmp_path):
+  file = str(under_test.token_file(tmp_path))
+  lost = "lost.invalid:7000"
+  setting = addresses.KnownAddresses(at=(lost, "127.0.0.1:1"), token_file=file)
+  launcher = setting.open(tmp_path)
+  assert launcher.host == "127.0.0.1"
+  launcher.close()
+  words = f"placement.backend.at names no host that can be found: {lost}: "
+  with pytest.raises(ValueError, match=words):
+    dataclasses.replace(setting, at=(lost,)).open(tmp_path)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_wait_for_a_place(tmp_path, number):
   setting = addresses.KnownAddresses(
