@@ -296,7 +296,11 @@ def instance_of(cls: type, example: str) -> Callable[[Any], None]:
 
 
 def sweep(path: str) -> list[dict[str, str]]:
-  """Returns the overrides of each run of the file's sweep(), or no runs."""
+  """Returns the overrides of each run of the file's sweep(), or no runs.
+
+  Raises:
+    SettingError: the file fails, or it lists something else than settings.
+  """
   file, _ = split(path)
   if file.suffix == ".json":
     return []
@@ -304,9 +308,16 @@ def sweep(path: str) -> list[dict[str, str]]:
   if not hasattr(module, "sweep"):
     return []
   with config_file.blame(file):
-    return [
+    runs = [
       {key: str(value) for key, value in run.items()} for run in module.sweep()
     ]
+  for key in (key for run in runs for key in run):
+    if not isinstance(key, str):
+      raise overrides_lib.SettingError(
+        f"{file}: sweep() lists {key!r} as a setting; name one, as in "
+        '{"optimizer.learning_rate": 1e-3}'
+      )
+  return runs
 
 
 @contextlib.contextmanager

@@ -310,6 +310,13 @@ def test_sweep_yields_overrides_that_load_takes(config, tmp_path):
   assert flags.sweep(str(tmp_path / "plain.py")) == []
 
 
+def test_a_sweep_names_its_settings(tmp_path):
+  path = tmp_path / "numbered.py"
+  path.write_text("def sweep():\n  return [{'seed': 1}, {1: 2}]\n")
+  with pytest.raises(overrides.SettingError, match="lists 1 as a setting; na"):
+    flags.sweep(str(path))
+
+
 @pytest.mark.parametrize(
   ("text", "message"),
   [
