@@ -96,6 +96,8 @@ def read_token(path: pathlib.Path) -> str:
     mode, token = path.stat().st_mode, path.read_text().strip()
   except OSError as error:
     raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{path} cannot be read: it is no text") from error
   if mode & 0o077:
     raise ValueError(
       f"{path} can be read by others, and its token lets them run programs; "
@@ -116,7 +118,8 @@ def address_of(text: str, where: str) -> tuple[str, int]:
     ValueError: it has none; `where` names the setting.
   """
   host, _, port = text.rpartition(":")
-  if not host or not port.isdigit() or not int(port) < 1 << 16:
+  is_number = port.isascii() and port.isdecimal()
+  if not host or not is_number or not int(port) < 1 << 16:
     raise ValueError(f"{where}={text} is no address; use HOST:PORT")
   return host.strip("[]"), int(port)
 

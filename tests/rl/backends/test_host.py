@@ -31,7 +31,17 @@ def test_a_token_that_is_no_secret_is_refused(tmp_path, text, mode, words):
     host.read_token(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("text", ["10.0.0.2", ":7", "h:x", "h:70000", ""])
+def test_a_token_that_is_no_text_is_refused(tmp_path):
+  path = tmp_path / "token"
+  path.touch(0o600)
+  path.write_bytes(b"\xff" * 40)
+  with pytest.raises(ValueError, match=f"{path} cannot be read: it is no text"):
+    host.read_token(path)
+
+
+@pytest.mark.parametrize(
+  "text", ["10.0.0.2", ":7", "h:x", "h:70000", "h:²", "h:٣", ""]
+)
 def test_an_address_without_a_port_is_refused(text):
   with pytest.raises(ValueError, match="is no address; use HOST:PORT"):
     host.address_of(text, "at")
