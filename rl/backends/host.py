@@ -148,13 +148,16 @@ class Host(socketserver.ThreadingTCPServer):
     self._slots = threading.BoundedSemaphore(slots)
     self._num_slots = slots
     self._closing = threading.Event()
+    found = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)
+    # IPv4, which is the lesser number, for a name that has both.
+    self.address_family = min(family for family, *_ in found)
     super().__init__(where, socketserver.BaseRequestHandler)
 
   @property
   def address(self) -> str:
     """The address at which it listens, as HOST:PORT."""
     host, port = self.server_address[:2]
-    return f"{host}:{port}"
+    return joined(str(host), port)
 
   def finish_request(self, request: Any, client_address: Any) -> None:
     """Serves one connection, in a thread of its own."""

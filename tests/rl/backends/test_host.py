@@ -48,6 +48,22 @@ def test_an_address_without_a_port_is_refused(text):
   assert host.address_of("[::1]:7000", "at") == ("::1", 7000)
 
 
+def has_ipv6() -> bool:
+  try:
+    socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+  except OSError:
+    return False
+  return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="without IPv6")
+def test_a_host_listens_at_an_address_of_ipv6():
+  server = host.Host(("::1", 0), under_test.TOKEN, 1)
+  assert server.address == f"[::1]:{server.server_address[1]}"
+  assert host.address_of(server.address, "at")[0] == "::1"
+  server.close()
+
+
 def ask(address, **told):
   """Returns what a host answers to a first line."""
   where = host.address_of(address, "at")
