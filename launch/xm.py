@@ -25,7 +25,7 @@ if "xmanager" in sys.modules:
   importlib.import_module("xmanager.xm.utils")
 
 _CONFIG = absl_flags.DEFINE_string(
-  "config", None, "A Python file.", required=True
+  "config", None, "A Python file, or FILE.py:ARGUMENT.", required=True
 )
 _WORKDIR = absl_flags.DEFINE_string(
   "workdir", None, "Parent directory of all runs.", required=True
@@ -46,7 +46,9 @@ def commands(path: str, workdir: str) -> list[list[str]]:
   from launch.cli import config_file
   from rl.settings import overrides
 
-  module = config_file.load(pathlib.Path(path))
+  # As in launch.cli.flags, whose --config would be a second one.
+  head, separator, _ = path.partition(".py:")
+  module = config_file.load(pathlib.Path(f"{head}.py" if separator else path))
   runs = list(getattr(module, "sweep", list)())
   if not runs:
     raise ValueError(f"{path} has no sweep() that lists runs; add one")

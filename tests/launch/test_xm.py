@@ -31,12 +31,15 @@ import http.client
 XMANAGER = os.environ.get("TWINMESH_XMANAGER")
 
 
-def listed(tmp_path, runs) -> subprocess.CompletedProcess[str]:
+def listed(tmp_path, runs, argument="") -> subprocess.CompletedProcess[str]:
   config = tmp_path / "swept.py"
   config.write_text(SWEPT.format(runs=runs))
   here = str(commands.ROOT / "launch")
   return subprocess.run(
-    [sys.executable, "-c", IMPORTED, config, tmp_path / "out", here],
+    [
+      *(sys.executable, "-c", IMPORTED),
+      *(f"{config}{argument}", tmp_path / "out", here),
+    ],
     cwd=tmp_path,
     capture_output=True,
     text=True,
@@ -52,6 +55,13 @@ def test_each_variation_is_a_command_of_its_own(tmp_path):
     f"{start}/out/run_000 --config.seed=3",
     f"{start}/out/run_001 --config.seed=4 --config.rounds=2",
   ]
+
+
+@pytest.mark.process
+def test_a_config_may_take_an_argument(tmp_path):
+  done = listed(tmp_path, [{"seed": 3}], ":small")
+  assert done.returncode == 0, done.stderr
+  assert f"--config={tmp_path}/swept.py:small --workdir" in done.stdout
 
 
 @pytest.mark.process
