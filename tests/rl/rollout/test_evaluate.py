@@ -1,6 +1,7 @@
 """Evaluations: how long they may take, and what they count."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_an_evaluation_that_is_cancelled_waits_for_what_its_episodes_end():
   ended = []
 
   class Program(fakes.Counting):
-    def __call__(self, task):
+    def __call__(self, task) -> Any:
       return Started()
 
   class Started:
