@@ -282,7 +282,7 @@ class Run:
 
   @property
   def note(self) -> str:
-    """Why a rule has stopped it, in this sweep or before; "" if none has."""
+    """The reason why a rule has stopped it, in this sweep or before, or ""."""
     return comparison.note(self.directory, self.point)
 
   def start(self, launcher: contract.Launcher) -> None:

@@ -187,7 +187,7 @@ CAUSES = (
     " two places, and one of two equal runs.",
     code_block='def sweep():\n  return [{"seed": n} for n in range(3)]',
     of=(
-      "launch.cli.flags:sweep",
+      "launch.cli.flags:_check_name",
       "launch.sweep:_check_differs",
       "launch.sweep:_check_disjoint",
       "launch.sweep:_listed",

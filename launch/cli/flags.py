@@ -312,12 +312,16 @@ def sweep(path: str) -> list[dict[str, str]]:
       {key: str(value) for key, value in run.items()} for run in module.sweep()
     ]
   for key in (key for run in runs for key in run):
-    if not isinstance(key, str):
-      raise overrides_lib.SettingError(
-        f"{file}: sweep() lists {key!r} as a setting; name one, as in "
-        '{"optimizer.learning_rate": 1e-3}'
-      )
+    _check_name(file, key)
   return runs
+
+
+def _check_name(file: pathlib.Path, key: Any) -> None:
+  if not isinstance(key, str):
+    raise overrides_lib.SettingError(
+      f"{file}: sweep() lists {key!r} as a setting; name one, as in "
+      '{"optimizer.learning_rate": 1e-3}'
+    )
 
 
 @contextlib.contextmanager
