@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import sys
 import tempfile
+import types
 from typing import Any, cast
 
 import numpy as np
@@ -329,6 +331,7 @@ ALIKE = {
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
+  monkeypatch.setitem(sys.modules, "mine", types.ModuleType("mine"))
 
 
 def raised(make) -> Exception:
