@@ -8,6 +8,7 @@ whoever holds a place runs, so a queue always moves on.
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncGenerator
 
 from envs import base
@@ -32,3 +33,21 @@ async def place(places: asyncio.Semaphore) -> AsyncGenerator[None]:
   finally:
     clock.change(held=-1)
     places.release()
+
+
+class LoopPlaces:
+  """So many places for the calls of each event loop."""
+
+  def __init__(self, count: int):
+    self._count = count
+    self._by_loop: weakref.WeakKeyDictionary[
+      asyncio.AbstractEventLoop, asyncio.Semaphore
+    ] = weakref.WeakKeyDictionary()
+
+  def place(self) -> contextlib.AbstractAsyncContextManager[None]:
+    """Queues on the running loop for a place; see `place`."""
+    return place(
+      self._by_loop.setdefault(
+        asyncio.get_running_loop(), asyncio.Semaphore(self._count)
+      )
+    )

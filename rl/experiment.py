@@ -322,10 +322,9 @@ class Experiment:
   def _validate_experts(self) -> None:
     recorded = getattr(self.engine, "record_experts", False)
     if self.rollout.record_experts and not recorded:
-      has_field = hasattr(self.engine, "record_experts")
-      out = "engine.record_experts=true"
-      if not has_field:
-        out = "engine=built_in(record_experts=true)"
+      can = hasattr(self.engine, "record_experts")
+      field = "record_experts=true"
+      out = f"engine.{field}" if can else f"engine=built_in({field})"
       why = f"it records none; use {out}"
       checks.refuse(self, "rollout.record_experts", "engine", why=why, where="")
 

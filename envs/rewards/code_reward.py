@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import secrets
-import weakref
 from collections.abc import Sequence
 
 from envs import base, call_clock
@@ -23,9 +22,7 @@ _BLOCK = re.compile(
 )
 _LANGUAGES = {"", "python", "py", "python3"}
 # More at once would only make each other late.
-_SLOTS: weakref.WeakKeyDictionary[
-  asyncio.AbstractEventLoop, asyncio.Semaphore
-] = weakref.WeakKeyDictionary()
+_SLOTS = call_clock.LoopPlaces(os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,11 +76,8 @@ class UnitTests:
   async def _passes(self, answer: str, tests: str, task_id: str) -> bool:
     if not answer.strip():
       return False
-    slots = _SLOTS.setdefault(
-      asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1)
-    )
     word = secrets.token_hex(16)
-    async with call_clock.place(slots):
+    async with _SLOTS.place():
       done = await self.limits.run(
         _harness(), json.dumps([answer, tests, word])
       )

@@ -15,7 +15,6 @@ import os
 import pathlib
 import re
 import unicodedata
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -32,9 +31,7 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 # Of its own: hundreds of comparisons must not take the environments' threads.
 _NUM_PROCESSES = min(4, os.cpu_count() or 1)
 _MATH = threads.ThreadPool(size=_NUM_PROCESSES, max_size=_NUM_PROCESSES)
-_PLACES: weakref.WeakKeyDictionary[
-  asyncio.AbstractEventLoop, asyncio.Semaphore
-] = weakref.WeakKeyDictionary()
+_PLACES = call_clock.LoopPlaces(_NUM_PROCESSES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,10 +226,7 @@ class MathMatch:
       return text.casefold() == expected.casefold()
     if _BASE.findall(text) != _BASE.findall(expected):
       return False
-    places = _PLACES.setdefault(
-      asyncio.get_running_loop(), asyncio.Semaphore(_NUM_PROCESSES)
-    )
-    async with call_clock.place(places):
+    async with _PLACES.place():
       return await _MATH.call(math_process.equal, expected, text, self.cpu_s)
 
 

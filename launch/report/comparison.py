@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from launch.cli import known_programs, workdir
-from launch.report import metric_docs, run_files
+from launch.report import metric_docs, run_files, thinning
 from models import untrusted_files
 from rl.settings import checks, overrides
 
@@ -53,7 +53,7 @@ class ComparedRun:
     values = [self.values[number] for number in sorted(self.values)]
     width = min(self.width, len(values))
     return [
-      _mean(values[end - width : end])
+      thinning.mean(values[end - width : end])
       for end in range(max(width, 1), len(values) + 1)
     ]
 
@@ -129,12 +129,7 @@ def width(metric: str) -> int:
 def last_mean(values: Mapping[int, float], width: int = _LAST) -> float | None:
   """Returns the mean of the newest values by round; None without any."""
   newest = sorted(values)[-width:]
-  return _mean([values[number] for number in newest]) if newest else None
-
-
-def _mean(values: Sequence[float]) -> float:
-  # Divided first, as a sum may be beyond a float where its values are not.
-  return math.fsum(x / len(values) for x in values)
+  return thinning.mean([values[n] for n in newest]) if newest else None
 
 
 def values_of(

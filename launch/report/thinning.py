@@ -43,6 +43,9 @@ def values(
 
 def _mean(values: Sequence[float | None]) -> float | None:
   known = [x for x in values if x is not None]
-  # Divided first, as a sum may be beyond a float where its values are not.
-  mean = math.fsum(x / len(known) for x in known)
-  return float(f"{mean:.6g}") if known else None
+  return float(f"{mean(known):.6g}") if known else None
+
+
+def mean(values: Sequence[float]) -> float:
+  """Returns the mean of some numbers, also of some whose sum is no float."""
+  return math.fsum(x / len(values) for x in values)

@@ -214,6 +214,15 @@ def test_points_of_a_long_run_are_means_of_as_many_rounds(tmp_path):
   assert len(found["evaluations"]) == 4
 
 
+def _over(axis):
+  """Returns a script that chooses the axis of the curves."""
+  return f"""
+      const select = document.querySelector("#axis");
+      select.value = "{axis}";
+      select.dispatchEvent(new Event("change"));
+      """
+
+
 @pytest.mark.process
 def test_a_long_run_says_how_many_rounds_a_point_stands_for(tmp_path, browse):
   rows = [
@@ -223,14 +232,7 @@ def test_a_long_run_says_how_many_rounds_a_point_stands_for(tmp_path, browse):
   # Half way between the points at 998 and 1,000.
   row = {"round": 999, "success": 0.5, "low": 0.4, "high": 0.6, "episodes": 9}
   _write_lines(tmp_path / "evaluations.jsonl", [row])
-  page = browse(
-    report_page.write(tmp_path),
-    """
-      const select = document.querySelector("#axis");
-      select.value = "tokens";
-      select.dispatchEvent(new Event("change"));
-      """,
-  )
+  page = browse(report_page.write(tmp_path), _over("tokens"))
   text = " ".join(page.text)
   assert "Thin: mean of 2 rounds (metrics.jsonl has each)" in text
   line, _ = (attrs for tag, attrs in page.elements if tag == "polyline")
@@ -247,14 +249,7 @@ def test_an_evaluation_lies_at_its_own_second(tmp_path, browse):
   # It ended half way between rounds 3 and 4.
   row = {"round": 2, "success": 0.5, "low": 0.4, "high": 0.6, "time_s": 7.0}
   _write_lines(tmp_path / "evaluations.jsonl", [row])
-  page = browse(
-    report_page.write(tmp_path),
-    """
-      const select = document.querySelector("#axis");
-      select.value = "time";
-      select.dispatchEvent(new Event("change"));
-      """,
-  )
+  page = browse(report_page.write(tmp_path), _over("time"))
   line, _ = (attrs for tag, attrs in page.elements if tag == "polyline")
   at = [float(place.split(",")[0]) for place in line["points"].split()]
   (dot,) = page.having("class", "dot")
