@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import logging as python_logging
 import os
 import pathlib
 import re
 import shutil
+import sys
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -91,6 +93,9 @@ class Checkpoints:
     if keep < 1:
       raise ValueError(f"keep={keep} leaves nothing to resume from; use >= 1")
     logging.get_absl_logger().addFilter(_is_not_chatter)
+    hook = sys.unraisablehook
+    if getattr(hook, "func", None) is not _drop_late_wakes:
+      sys.unraisablehook = functools.partial(_drop_late_wakes, hook)
     self._directory = pathlib.Path(directory).absolute()
     self._keep = keep
     # Here, not on top: it imports a fifth of what --help would wait for.
@@ -402,3 +407,19 @@ def _in_short(error: Exception) -> str:
 def _is_not_chatter(record: python_logging.LogRecord) -> bool:
   """Drops logs of orbax: pages for each save, and for errors it raises too."""
   return "orbax" not in record.pathname
+
+
+def _drop_late_wakes(
+  otherwise: Callable[["sys.UnraisableHookArgs"], None],
+  raised: "sys.UnraisableHookArgs",
+) -> None:
+  """Drops errors of tensorstore that wake the event loop of a failed save.
+
+  The first array that cannot be written ends the save, and orbax closes its
+  loop. Each array that is still being written would print a traceback.
+  """
+  trace = raised.exc_traceback
+  wake = asyncio.BaseEventLoop.call_soon_threadsafe.__code__
+  # On top of the stack: no code in Python called it.
+  if trace is None or trace.tb_frame.f_code is not wake:
+    otherwise(raised)

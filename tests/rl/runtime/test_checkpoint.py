@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rl.runtime import checkpoint
@@ -305,6 +306,45 @@ def test_a_failure_in_the_background_is_raised_by_wait(checkpoints):
   checkpoints.save(2, _state(2), {})
   checkpoints.wait()
   assert checkpoints.restore(_abstract(_state(0))).step == 2
+
+
+def test_a_write_that_ends_after_its_save_has_failed_prints_nothing(
+  directory, monkeypatch
+):
+  printed = []
+  monkeypatch.setattr(sys, "unraisablehook", printed.append)
+  checkpoint.Checkpoints(directory, keep=1).close()
+  promise, write = tensorstore.Promise.new()
+
+  async def save():
+    await asyncio.gather(_awaited(write), _failed())
+
+  # As orbax does: the loop is closed while a write goes on.
+  loop = asyncio.new_event_loop()
+  with pytest.raises(OSError, match="No space left"):
+    loop.run_until_complete(save())
+  loop.close()
+  promise.set_result(None)
+  assert write.done()
+  assert not printed
+  # Errors of others are printed as ever.
+  finalized = _Broken()
+  del finalized
+  assert [str(one.exc_value) for one in printed] == ["of a finalizer"]
+
+
+class _Broken:
+  def __del__(self):
+    raise RuntimeError("of a finalizer")
+
+
+async def _awaited(write):
+  await write
+
+
+async def _failed():
+  await asyncio.sleep(0)
+  raise OSError("No space left on device")
 
 
 def test_a_system_that_is_short_of_something_damages_no_checkpoint(
