@@ -54,7 +54,9 @@ class MeshSpec:
   Attributes:
     data: rows of a batch, or of the cache, are split over this axis, and with
       `sharding.TRAIN` every matrix of parameters.
-    expert: experts are split over this axis, and rows as well.
+    expert: experts are split over this axis, and rows as well. On virtual
+      devices of a CPU, XLA may rarely wait for one of them in vain, and abort
+      after 40 s; the same command goes on.
     context: the tokens of a row are split over this axis, for long ones. Each
       device computes what its own tokens attend to, from the keys of the whole
       row. Of the learner only.
