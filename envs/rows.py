@@ -76,7 +76,10 @@ class Record:
     if isinstance(value, str):
       value = [{"role": role, "content": value}]
     try:
-      messages = [*before, *_messages(value)]
+      found = _messages(value)
+      if before:
+        _check_answers(found)
+      messages = [*before, *found]
       check(messages)
       if role == "assistant":
         _check_weights(value)
@@ -419,6 +422,16 @@ def _check_question(messages: Sequence[base.Message]) -> None:
     raise ValueError(
       f"its last message is of the {found}, so there is nothing to answer; end "
       "with one of the user"
+    )
+
+
+def _check_answers(messages: Sequence[base.Message]) -> None:
+  """Checks that messages after a prompt begin with the answer to it."""
+  if (found := messages[0].role) != "assistant":
+    raise ValueError(
+      f"its first message is of the {found}, and not the answer to the prompt; "
+      "leave out what the prompt holds, or read whole conversations with "
+      "prompt=none"
     )
 
 

@@ -226,6 +226,16 @@ def test_a_chat_whose_turns_are_wrong_is_named(of, messages, told):
       {"prompt": "x", "messages": [USER, SAID]},
       "no field 'completion', which completion asks",
     ),
+    (
+      functools.partial(recordings.Chats, prompt="prompt"),
+      {"prompt": "hi", "completion": [USER, SAID]},
+      "field 'completion': its first message is of the user, and not the",
+    ),
+    (
+      recordings.Pairs,
+      {"prompt": "hi", "chosen": [USER, SAID], "rejected": [USER, SAID]},
+      "field 'chosen': .* leave out what the prompt holds, or read whole",
+    ),
     (recordings.Pairs, {"prompt": "x", "chosen": "y"}, "no field 'rejected'"),
     (
       recordings.Pairs,
