@@ -225,6 +225,8 @@ class _Lazy:
           f"{self._name} returned {type(self._source).__name__}, which has no "
           f"{method}; return a list, or a data source of grain"
         )
+    module = type(self._source).__module__
+    self._is_arrow = module.partition(".")[0] == "datasets"
 
   def __len__(self) -> int:
     return len(self._source)
@@ -236,7 +238,7 @@ class _Lazy:
         f"{place} is {type(row).__name__}; a row must be a mapping from names "
         "to values"
       )
-    return Record(place, row)
+    return _of_arrow(place, row) if self._is_arrow else Record(place, row)
 
 
 def _named(data: Data | None) -> str:
@@ -281,20 +283,19 @@ def _read_parquet(file: str) -> list[Record]:
       rows = parquet.read_table(opened).to_pylist()
   except pyarrow.ArrowException as error:
     raise ValueError(f"{file} is no Parquet file: {error}") from error
-  return [
-    Record(
-      f"{file}: row {n}", {name: _given(value) for name, value in row.items()}
-    )
-    for n, row in enumerate(rows, 1)
-  ]
+  return [_of_arrow(f"{file}: row {n}", row) for n, row in enumerate(rows, 1)]
 
 
-def _given(value: Any) -> Any:
-  """Returns a value without the members that its structs lack.
+def _of_arrow(place: str, row: Mapping[str, Any]) -> Record:
+  """Returns a row without the members that its structs lack.
 
   All structs of a column have the same members, those that a row did not name
   as nulls: of a tool, say, the arguments of all other tools.
   """
+  return Record(place, {name: _given(value) for name, value in row.items()})
+
+
+def _given(value: Any) -> Any:
   if isinstance(value, dict):
     return {k: _given(v) for k, v in value.items() if v is not None}
   return [*map(_given, value)] if isinstance(value, list) else value

@@ -126,6 +126,23 @@ def test_a_source_is_read_row_by_row():
   assert data.record(7, "train") == rows.Record("Source[7]", {"id": 7})
 
 
+class ArrowSource:
+  """A source as Hugging Face's datasets makes one."""
+
+  __module__ = "datasets.arrow_dataset"
+
+  def __len__(self):
+    return 100
+
+  def __getitem__(self, number):
+    return {"id": None, "call": [{"city": "Ulm", "x": None}]}
+
+
+def test_members_that_a_dataset_adds_to_structs_are_left_out():
+  record = rows.Rows(data=ArrowSource).record(3, "train")
+  assert record.fields == {"id": None, "call": [{"city": "Ulm"}]}
+
+
 def of_grain():
   return grain.MapDataset.source(TABLE).map(lambda row: row | {"more": 1})
 
