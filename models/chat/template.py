@@ -162,8 +162,9 @@ class ChatTemplate:
       first: answers of earlier messages belong to the text before.
 
     Raises:
-      Rewritten: names the message.
-      ValueError: as `render`.
+      Rewritten: names the message: an earlier answer.
+      ValueError: as `render`, or the last answer is not written as it would be
+        sampled.
     """
     whole = self.render(messages, tools, prompt=False)
     found: list[tuple[str, str]] = []
@@ -171,35 +172,33 @@ class ChatTemplate:
     for i, message in enumerate(messages):
       if message.role != "assistant" or i < first:
         continue
+      # The last answer is already as an example of its own has it.
+      error, out = Rewritten, ""
+      if i == len(messages) - 1:
+        error, out = ValueError, "; use another template, or another answer"
       asked = self.render(messages[:i], tools, prompt=True)
       if found:
         between = self.after_answer(messages[previous + 1 : i], prompt=True)
         asked = whole[:start] + between.removeprefix(ends[0])
       if not whole.startswith(asked):
-        raise Rewritten(
+        raise error(
           f"message {i}: the chat template writes what is before this answer "
-          "otherwise when the answer is there than when it is asked for"
+          f"otherwise when the answer is there than when it is asked for{out}"
         )
       stops = self._controls.finditer(whole, len(asked))
       stop = next((m.end() for m in stops if m[0] in ends), len(whole))
       answer = whole[len(asked) : stop]
-      self._check_whole(answer, message, i)
+      left_out = _left_out(message, answer)
+      if left_out:  # But for what the prompt has of it, as <think>.
+        left_out = _left_out(message, self.prompt() + answer)
+      if left_out:
+        raise error(
+          f"message {i}: the chat template leaves {left_out[:40]!r} out of "
+          f"this answer{out}"
+        )
       found.append((asked[start:], answer))
       start, previous = stop, i
     return found
-
-  def _check_whole(self, answer: str, message: ChatMessage, i: int) -> None:
-    """Checks that an answer holds all that its message does."""
-    said = [message.content, getattr(message, "reasoning", None)]
-    said += [call.name for call in getattr(message, "tool_calls", None) or ()]
-    # Templates change the white space around thinking, content and calls.
-    written = "".join(answer.replace(MARK, "").split())
-    for text in filter(None, said):
-      if "".join(text.split()) not in written:
-        raise Rewritten(
-          f"message {i}: the chat template leaves {text[:40]!r} out of this "
-          "answer, as it does with thinking when a question follows"
-        )
 
   def prompt(self) -> str:
     """Returns the text that prompts for an answer, with marks."""
@@ -334,6 +333,16 @@ class ChatTemplate:
     longest_first = sorted(self.control, key=len, reverse=True)
     tokens = "|".join(re.escape(token) for token in longest_first)
     return re.compile(f"(?<!{MARK})({tokens})")
+
+
+def _left_out(message: ChatMessage, answer: str) -> str:
+  """Returns a text of a message that its written answer lacks; "" if none."""
+  said = [message.content, getattr(message, "reasoning", None)]
+  said += [call.name for call in getattr(message, "tool_calls", None) or ()]
+  # Templates change the white space around thinking, content and calls.
+  written = "".join(answer.replace(MARK, "").split())
+  lacking = (x for x in filter(None, said) if "".join(x.split()) not in written)
+  return next(lacking, "")
 
 
 def _by_first(tokens: Iterable[str]) -> dict[str, list[str]]:

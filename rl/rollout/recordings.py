@@ -121,7 +121,10 @@ def encode(
     else:
       turns = list(_turn_by_turn(chat, recording))
   except template.Rewritten as error:
-    out = "train it as an example of its own, with environment.each_answer=true"
+    out = (
+      "end the conversation there, or train each answer of chats as an example "
+      "of its own, with environment.each_answer=true"
+    )
     raise UnusableRow(f"{recording.place}: {error}; {out}") from error
   except ValueError as error:
     raise UnusableRow(f"{recording.place}: {error}") from error

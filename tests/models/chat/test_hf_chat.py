@@ -327,6 +327,10 @@ def test_a_prompt_that_opens_the_thinking_is_known(directory):
   assert chat.decode(chat.append([])).endswith("assistant\n<think>\n")
   answer = chat.parse(chat.encode_answer("hm\n</think>\n\nYes."))
   assert answer == tool_calls.Answer("Yes.", (), "hm")
+  # A recorded message may open it as well.
+  thought = GoldenMessage("assistant", "<think>\nhm\n</think>\n\nYes.")
+  ((_, said),) = chat.answers([GoldenMessage("user", "?"), thought])
+  assert chat.decode(said) == "hm\n</think>\n\nYes."
 
 
 def test_stop_ids_begin_with_the_end_of_a_turn(directory):

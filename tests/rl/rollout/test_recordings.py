@@ -75,6 +75,12 @@ def test_what_a_template_rewrites_is_told_the_way_out():
   said = chat("go", "<think>hm</think>on", "go", "on")
   with pytest.raises(ValueError, match=r":3: message 1: .*each_answer=true"):
     recordings.encode(chats, said, 0, 0)
+  # An example of its own has but the last answer, so that is no way out of it.
+  chats = hf_chat.HfChat.load(chat_messages.GOLDEN, {"enable_thinking": False})
+  said = chat("go", "<think>hm</think>on")
+  with pytest.raises(ValueError, match="use another template") as caught:
+    recordings.encode(chats, said, 0, 0)
+  assert "each_answer" not in str(caught.value)
 
 
 def load(source, length, max_length=8, **settings):
