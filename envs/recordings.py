@@ -225,7 +225,9 @@ class _LastAnswer:
 
   async def step(self, answer: base.Message) -> base.Step:
     wanted = self._recording.messages[-1]
-    is_same = answer.content.strip() == wanted.content.strip()
+    # Thinking is no content of the answer that the chat has parsed.
+    content = wanted.content.split("</think>", 1)[-1]
+    is_same = answer.content.strip() == content.strip()
     calls = [
       [(call.name, call.arguments) for call in message.tool_calls]
       for message in (answer, wanted)

@@ -276,7 +276,7 @@ def test_an_episode_pays_for_the_recorded_answer_alone(of):
   source = recordings.Chats(rows=of({"messages": [USER, SAID, USER, CALL]}))
   task = source.task(0, "eval")
 
-  async def play(answer):
+  async def play(answer, source=source):
     environment = source(task)
     assert [m.role for m in await environment.start()] == [
       *("user", "assistant", "user")
@@ -288,3 +288,9 @@ def test_an_episode_pays_for_the_recorded_answer_alone(of):
   assert source.explore(task, (), 7) == right
   assert asyncio.run(play(right)) == (1.0, True)
   assert asyncio.run(play(base.Message("assistant", ""))) == (0.0, True)
+  # What a chat parses has its thinking elsewhere.
+  thought = SAID | {"content": "<think>\nhm\n</think>\n\nho"}
+  row = {"messages": [USER, SAID, USER, thought]}
+  said = base.Message("assistant", "ho", reasoning="hm")
+  source = recordings.Chats(rows=of(row))
+  assert asyncio.run(play(said, source)) == (1.0, True)
