@@ -69,7 +69,8 @@ _OTHER = {
 # What transformers knows of one family alone.
 _MUST_BE_LLAMA = {"mlp_bias": False, "pretraining_tp": 1}
 _OTHER_EXPERT = {"num_local_experts", "decoder_sparse_step", "mlp_only_layers"}
-# How the weights were drawn, are sampled from or are kept by transformers.
+# How the weights were drawn, are sampled from or are kept by transformers, and
+# what SmolLM2 has from nanotron.
 _HARMLESS = {
   *("transformers_version", "_name_or_path", "name_or_path", "use_cache"),
   *("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -78,6 +79,8 @@ _HARMLESS = {
   *("output_hidden_states", "return_dict", "id2label", "label2id"),
   *("problem_type", "tokenizer_class", "unsloth_fixed", "unsloth_version"),
   *("attn_implementation", "_attn_implementation", "experts_implementation"),
+  *("_attn_implementation_autoset", "transformers.js_config"),
+  *("is_llama_config", "rope_interleaved"),
   *("max_length", "max_new_tokens", "do_sample", "num_beams", "temperature"),
   *("top_k", "top_p", "min_p", "repetition_penalty"),
 }

@@ -115,6 +115,19 @@ def test_published_files_are_the_presets(tmp_path):
   assert read(tmp_path, LLAMA) == config_lib.llama3("3.1-8b", compute=compute)
 
 
+def test_fields_that_transformers_does_not_compute_with_are_passed_over(
+  tmp_path,
+):
+  # Of SmolLM2, and of what transformers 4.48 saved.
+  fields = {
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+    "_attn_implementation_autoset": True,
+  }
+  assert read(tmp_path, LLAMA | fields) == read(tmp_path, LLAMA)
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
