@@ -99,7 +99,7 @@ class OpenAI:
   def _answer(self, record: rows_lib.Record) -> str | None:
     if self.answer is None:
       return None
-    return str(record.field(self.answer, "answer"))
+    return record.text(self.answer, "answer")
 
 
 class _Program:

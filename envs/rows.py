@@ -39,6 +39,20 @@ class Record:
       )
     return self.fields[name]
 
+  def text(self, name: str, asked_by: str) -> str:
+    """Returns the text of a field, which holds one, or a number.
+
+    Raises:
+      ValueError: it is missing, or holds several values.
+    """
+    value = self.field(name, asked_by)
+    if isinstance(value, Mapping | list | tuple):
+      raise ValueError(
+        f"{self.place}: field {name!r} is {type(value).__name__}, and "
+        f"{asked_by} must be a text or a number; give it a field of its own"
+      )
+    return str(value)
+
   def messages(self, name: str, asked_by: str) -> list[base.Message]:
     """Returns a conversation that waits for an answer.
 

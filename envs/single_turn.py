@@ -76,7 +76,7 @@ class SingleTurn:
       self.opening(record)
       self._answer(record)
       if self.solution is not None:
-        record.field(self.solution, "solution")
+        record.text(self.solution, "solution")
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row."""
@@ -124,7 +124,7 @@ class SingleTurn:
     """Returns the solution in the task's row."""
     self.check_demonstrations()
     record = self.rows.record(task.seed, task.split)
-    return str(record.field(str(self.solution), "solution"))
+    return record.text(str(self.solution), "solution")
 
   def explore(
     self, task: base.Task, messages: Sequence[base.Message], seed: int
@@ -135,7 +135,7 @@ class SingleTurn:
   def _answer(self, record: rows_lib.Record) -> str | None:
     if self.answer is None:
       return None
-    return str(record.field(self.answer, "answer"))
+    return record.text(self.answer, "answer")
 
 
 class _Question:

@@ -150,7 +150,7 @@ class ToolEnvironment:
   def _answer(self, record: rows_lib.Record) -> str | None:
     if self.answer is None:
       return None
-    return str(record.field(self.answer, "answer"))
+    return record.text(self.answer, "answer")
 
   def __call__(self, task: base.Task) -> "_Episode":
     """Returns a fresh environment; the class is called in its `start`."""
