@@ -254,9 +254,10 @@ class HfChat:
     """Raises ValueError unless the template's calls are read here."""
     if self._unread_call:
       raise ValueError(
-        f"{self._unread_call!r:.300}: so the chat template writes a call of a "
-        "tool, which is not read here; use tools=(), or a model that writes it "
-        f"as {tool_calls.write(tool_calls.Answer('', (_CALL,)))!r}"
+        "the chat template writes a call of a tool as "
+        f"{self._unread_call!r:.300}, which is not read here; use tools=(), or "
+        "a model that writes it as "
+        f"{tool_calls.write(tool_calls.Answer('', (_CALL,)))!r}"
       )
 
   @functools.cached_property

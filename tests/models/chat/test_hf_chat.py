@@ -281,7 +281,7 @@ def test_tools_are_refused_where_calls_are_not_read(directory):
   assert source.count('", "arguments": ') == 1
   path.write_text(source.replace('", "arguments": ', '", "parameters": '))
   chat, question = load(directory), GoldenMessage("user", "?")
-  with pytest.raises(ValueError, match=r'"parameters".* is not read here; use'):
+  with pytest.raises(ValueError, match=r'^the chat .*"parameters".* not read'):
     chat.open([question], [TOOL])
   # They may be trained, and nothing else changes.
   call = tool_calls.Call("f", "{}")
