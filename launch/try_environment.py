@@ -29,12 +29,15 @@ from launch.cli import flags, steps
 from launch.gateway import player
 from models.chat import byte_chat
 from rl import experiment as experiment_lib
+from rl.data import trajectory
+from rl.loop import fine_tuning
 from rl.rollout import (
   chats,
   environment_checks,
   environment_trial,
   episode,
   group_rollout,
+  recordings,
 )
 from rl.runtime import watchdog as watchdog_lib
 from rl.settings import annotations, checks
@@ -96,6 +99,8 @@ def main() -> None:
     highlight=False,
     width=max(_MIN_WIDTH, shutil.get_terminal_size().columns),
   )
+  if trial.recordings is not None and played:
+    show_recordings(trial.recordings, trial.chat, console)
   if played:
     show(played[0], trial.chat, console)
   console.print(_table(results))
@@ -144,15 +149,9 @@ def show(
   What is sampled, and trained, is inverse on a terminal; elsewhere, and with
   NO_COLOR, it stands in [brackets].
   """
-  inverse = console.is_terminal and "NO_COLOR" not in os.environ
   one = played.trajectory
   write = functools.partial(console.print, soft_wrap=True)
-  write(f"{played.task.id}, as the model sees it (sampled: ", end="")
-  write(_sampled("marked", inverse), end="):\n\n")
-  for turn in one.turns:
-    write(rich.text.Text(shown(chat, turn.context)), end="")
-    write(_sampled(shown(chat, turn.tokens), inverse), end="")
-    write()
+  _show_turns(f"{played.task.id}, as the model sees it", one, chat, console)
   for message in _unread(played.transcript.messages):
     write(rich.text.Text(f"({message.role}) {_safe(message.content)}"))
   reward = "none" if one.reward is None else f"{one.reward:g}"
@@ -167,6 +166,35 @@ def show(
   if played.traceback:
     write(rich.text.Text(_safe(f"\n{played.traceback}")))
   write()
+
+
+def show_recordings(
+  source: base.Recorded, chat: episode.Chat, console: rich.console.Console
+) -> None:
+  """Prints the first example as it is trained: of a pair both conversations."""
+  for recording in next(iter(source.examples("train"))):
+    try:
+      one = recordings.encode(chat, recording, 0, 0)
+    except recordings.UnusableRow:  # A check says why.
+      return
+    _show_turns(f"{recording.place}, as it is trained", one, chat, console)
+    console.print()
+
+
+def _show_turns(
+  title: str,
+  one: trajectory.Trajectory,
+  chat: episode.Chat,
+  console: rich.console.Console,
+) -> None:
+  inverse = console.is_terminal and "NO_COLOR" not in os.environ
+  write = functools.partial(console.print, soft_wrap=True)
+  write(rich.text.Text(f"{title} (sampled: "), end="")
+  write(_sampled("marked", inverse), end="):\n\n")
+  for turn in one.turns:
+    write(rich.text.Text(shown(chat, turn.context)), end="")
+    write(_sampled(shown(chat, turn.tokens), inverse), end="")
+    write()
 
 
 def shown(chat: episode.Chat, ids: Sequence[int] | np.ndarray) -> str:
@@ -231,9 +259,12 @@ def _trial() -> environment_trial.Trial:
     limits, chat = experiment.rollout, experiment.build_chat()
     source, reward = experiment.environment, experiment.reward
     seed = experiment.seed
+    recorded, start = None, experiment.warm_start
+    if isinstance(start, fine_tuning.FineTuning):
+      recorded = fine_tuning.recorded(source, start)
   else:
     source: base.Source = flags.read_alone(base.Source, "environment")
-    reward, seed = rewards.Outcome(), 0
+    reward, seed, recorded = rewards.Outcome(), 0, None
     limits = group_rollout.Rollout(turn_tokens=4_096, max_tokens=32_768)
     is_listed = isinstance(source, base.WordList)
     chat = (
@@ -252,6 +283,7 @@ def _trial() -> environment_trial.Trial:
     plays_well=policy == "demonstration",
     reward_s=limits.grading.deadline_s,
     seed=seed,
+    recordings=recorded,
   )
 
 

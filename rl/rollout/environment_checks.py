@@ -9,6 +9,7 @@ Each check returns one `CheckResult`: what is wrong, or what was seen.
 """
 
 import dataclasses
+import itertools
 import math
 import pickle
 import reprlib
@@ -20,7 +21,7 @@ from envs import base
 from models.chat import byte_chat
 from rl.data import trajectory
 from rl.rollout import environment_trial as trial_lib
-from rl.rollout import episode
+from rl.rollout import episode, recordings
 from rl.runtime import isolation
 
 JUNK: Mapping[str, str] = {
@@ -77,6 +78,8 @@ async def run(
   results = [check_source(trial.source), check_tasks(trial.source)]
   if results[-1].fault:
     return [], results
+  if trial.recordings is not None:
+    results.append(check_recordings(trial.recordings, trial.chat, num_tasks))
   tasks = [trial.source.task(i, "train") for i in range(num_tasks)]
   played = []
   for number, task in enumerate(tasks, 1):
@@ -202,6 +205,24 @@ def check_faults(played: Sequence[trial_lib.PlayedEpisode]) -> CheckResult:
     f"{first.status.value}: {first.fault}",
     seen,
   )
+
+
+def check_recordings(
+  source: base.Recorded, chat: episode.Chat, num: int
+) -> CheckResult:
+  """Finds recorded conversations that cannot be trained; counts their ids."""
+  name = "recordings"
+  try:
+    encoded = [
+      recordings.encode(chat, recording, 0, 0)
+      for example in itertools.islice(source.examples("train"), num)
+      for recording in example
+    ]
+  except ValueError as error:
+    return CheckResult(name, str(error))
+  trained = sum(one.num_sampled for one in encoded)
+  ids = sum(len(one.ids) for one in encoded)
+  return CheckResult(name, seen=f"{trained} of {ids} tokens are trained")
 
 
 def check_lengths(

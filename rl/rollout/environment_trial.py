@@ -65,6 +65,8 @@ class Trial:
     respond: gives the answers.
     plays_well: its answers should reach the end within the limits.
     reward_s: deadline of the reward.
+    recordings: conversations of the source that are trained as they are; None
+      if it only plays.
   """
 
   source: base.Source
@@ -75,6 +77,7 @@ class Trial:
   plays_well: bool = False
   reward_s: float = 30.0
   seed: int = 0
+  recordings: base.Recorded | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ import pytest
 import rich.console
 
 from configs import next_letter
-from envs import base
+from envs import base, recordings, rows
 from envs.rewards import rewards
 from launch import try_environment
 from models.chat import hf_chat, word_chat
@@ -61,6 +61,7 @@ def wide(monkeypatch):
     ("next_letter", r"[a-g]<agent>\[[b-h]<end>\]\n"),
     ("sums", r"the number alone\.<\|im_end\|>\n<\|im_start\|>assistant\n\["),
     ("tool_calculator_hf", r'"calculate".*"expression": "\d\d[-+*]\d"'),
+    ("sft_chats", r"as it is trained .*\n\na<agent>\[b<end>\]\na<agent>"),
     ("guess_number_moe", r"guess<agent>\[10<end>\]\n(low|high)er<agent>\[\d+<"),
   ],
 )
@@ -248,3 +249,21 @@ def test_what_is_sampled_is_inverse_on_a_terminal_that_may_have_colour(
   console = rich.console.Console(file=file, force_terminal=terminal)
   try_environment.show(played, chat, console)
   assert mark in file.getvalue()
+
+
+def pairs():
+  return [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 20
+
+
+def test_recordings_are_shown_as_they_are_trained():
+  source = recordings.Pairs(rows=rows.Rows(data=pairs))
+  chat = word_chat.WordChat(next_letter.LETTERS)
+  file = io.StringIO()
+  console = rich.console.Console(file=file)
+  try_environment.show_recordings(source, chat, console)
+  shown = file.getvalue()
+  assert shown.startswith("pairs[0], as it is trained (sampled: [marked]):\n\n")
+  assert re.findall(r"a<agent>\[.*\]", shown) == [
+    "a<agent>[b<end>]",
+    "a<agent>[c<end>]",
+  ]

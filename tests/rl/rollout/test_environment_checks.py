@@ -4,13 +4,14 @@ import asyncio
 import dataclasses
 import itertools
 import math
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from envs import base
+from envs import base, recordings, rows
 from envs.rewards import rewards
 from models.chat import byte_chat, word_chat
 from rl.rollout import environment_checks, environment_trial, episode
@@ -251,6 +252,21 @@ def test_a_limit_that_cuts_demonstrations_is_found(changes, words):
   found = environment_checks.check_lengths(played, limits, plays_well=False)
   assert not found.fault
   assert words in found.seen
+
+
+def recorded():
+  # Rows of 5 ids, of which 2 are trained, and one more with a strange word.
+  rows_of_words = [{"prompt": "on on", "completion": "on"}] * 30
+  return [*rows_of_words, {"prompt": "on", "completion": "off"}]
+
+
+def test_recordings_that_cannot_be_trained_are_found():
+  chat = word_chat.WordChat(("on",))
+  source = recordings.Chats(rows=rows.Rows(data=recorded), prompt="prompt")
+  found = environment_checks.check_recordings(source, chat, 4)
+  assert (found.fault, found.seen) == ("", "8 of 20 tokens are trained")
+  found = environment_checks.check_recordings(source, chat, 31)
+  assert re.match(r"recorded\[30\]: word 'off' is not among", found.fault)
 
 
 @pytest.mark.parametrize(
