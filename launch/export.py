@@ -152,6 +152,7 @@ async def _export(
           dataclasses.replace(model, lora=None),
           _TOKENIZER.value or _tokenizer_of(run_dir, parts.chat),
           report=report,
+          stop_ids=() if _TOKENIZER.value else parts.chat.stop_ids,
         )
   return found.step
 

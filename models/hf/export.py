@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,7 @@ def export(
   tokenizer: Tokenizer = None,
   max_file_bytes: int = 5_000_000_000,
   report: Callable[[str], None] = lambda text: None,
+  stop_ids: Sequence[int] = (),
 ) -> None:
   """Writes config.json, weights, tokenizer and chat template, or nothing.
 
@@ -67,6 +68,7 @@ def export(
       are copied; None writes none.
     max_file_bytes: of tensors in a file; one that is larger has its own.
     report: is told how many of the parameters are written.
+    stop_ids: end an answer; copied tokenizer files may lack some.
 
   Raises:
     ValueError: the directory exists or cannot be written, the parameters are
@@ -84,7 +86,7 @@ def export(
   tensors = _gathered(entries, leaves, report)
   if jax.process_index() == 0:
     plan = _plan(entries, leaves, max_file_bytes)
-    _write(target, config, tokenizer, tensors, plan)
+    _write(target, config, tokenizer, stop_ids, tensors, plan)
   else:
     for _ in tensors:
       pass
@@ -96,11 +98,12 @@ def _write(
   target: pathlib.Path,
   config: config_lib.ModelConfig,
   tokenizer: Tokenizer,
+  stop_ids: Sequence[int],
   tensors: Iterator[np.ndarray],
   plan: list[dict[str, tuple[tuple[int, ...], np.dtype]]],
 ) -> None:
   with safetensors_io.whole_directory(target) as partial:
-    ids = _write_tokenizer(tokenizer, partial)
+    ids = _write_tokenizer(tokenizer, partial, stop_ids)
     _write_json(partial / "config.json", {**hf_config.to_hf(config), **ids})
     _write_tensors(partial, tensors, plan)
 
@@ -208,14 +211,14 @@ def _write_tensors(
 
 
 def _write_tokenizer(
-  tokenizer: Tokenizer, directory: pathlib.Path
+  tokenizer: Tokenizer, directory: pathlib.Path, stop_ids: Sequence[int]
 ) -> dict[str, Any]:
   """Returns the special ids for config.json."""
   if tokenizer is None:
     return {}
   if isinstance(tokenizer, word_chat.WordChat):
     return tokenizer_files.write(tokenizer, directory)
-  return tokenizer_files.copy(tokenizer, directory)
+  return tokenizer_files.copy(tokenizer, directory, stop_ids)
 
 
 def _write_json(path: pathlib.Path, data: Any) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 from models import untrusted_files
@@ -51,9 +52,14 @@ _TEMPLATE = """\
 
 
 def copy(
-  source: str | os.PathLike[str], directory: str | os.PathLike[str]
+  source: str | os.PathLike[str],
+  directory: str | os.PathLike[str],
+  stop_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
   """Copies a checkpoint's tokenizer, chat template and generation settings.
+
+  Args:
+    stop_ids: end an answer; the copy's settings name those that are missing.
 
   Returns:
     The special ids of its config.json, which belong into the copy's.
@@ -74,7 +80,26 @@ def copy(
       shutil.copytree(tree, pathlib.Path(directory, name))
   config = pathlib.Path(source, "config.json")
   data = untrusted_files.read_object(config) if config.exists() else {}
-  return {name: data[name] for name in _IDS if name in data}
+  ids = {name: data[name] for name in _IDS if name in data}
+  if stop_ids:
+    path = pathlib.Path(directory, "generation_config.json")
+    _stop_at(stop_ids, path, ids.get("eos_token_id"))
+  return ids
+
+
+def _stop_at(stop_ids: Sequence[int], path: pathlib.Path, others: Any) -> None:
+  """Names ids in generation_config.json, at which transformers stops.
+
+  Args:
+    others: ids at which it stops where the file names none.
+  """
+  settings = untrusted_files.read_object(path) if path.exists() else {}
+  found = settings.get("eos_token_id", others)
+  known = found if isinstance(found, list) else [found] * (found is not None)
+  missing = [i for i in stop_ids if i not in known]
+  if missing:
+    settings["eos_token_id"] = [*known, *missing]
+    path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 
 
 def num_ids(directory: str | os.PathLike[str]) -> int:

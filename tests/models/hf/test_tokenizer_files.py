@@ -119,3 +119,21 @@ def test_added_tokens_that_are_none_are_refused(tmp_path, odd):
   (tmp_path / "tokenizer.json").write_text(json.dumps(data))
   with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read as a"):
     tokenizer_files.num_ids(tmp_path)
+
+
+def test_a_copy_names_every_id_that_ends_an_answer(tmp_path):
+  # A base model names the end of a text, 1, and not that of a turn, 5.
+  source, name = tmp_path / "source", "generation_config.json"
+  source.mkdir()
+  ids = tokenizer_files.write(CHAT, source)
+
+  def copied(place, stop_ids):
+    (tmp_path / place).mkdir()
+    assert tokenizer_files.copy(source, tmp_path / place, stop_ids) == ids
+    return read(tmp_path / place, name)
+
+  (source / "config.json").write_text(json.dumps(ids))
+  assert copied("all known", (1,)) == ids == copied("as they are", ())
+  assert copied("another", (5, 1)) == ids | {"eos_token_id": [1, 5]}
+  (source / name).unlink()
+  assert copied("of config.json", (5, 1)) == {"eos_token_id": [1, 5]}
