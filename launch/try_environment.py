@@ -260,11 +260,12 @@ def _trial() -> environment_trial.Trial:
     source, reward = experiment.environment, experiment.reward
     seed = experiment.seed
     recorded, start = None, experiment.warm_start
+    is_played = experiment.rounds > 0
     if isinstance(start, fine_tuning.FineTuning):
       recorded = fine_tuning.recorded(source, start)
   else:
     source: base.Source = flags.read_alone(base.Source, "environment")
-    reward, seed, recorded = rewards.Outcome(), 0, None
+    reward, seed, recorded, is_played = rewards.Outcome(), 0, None, True
     limits = group_rollout.Rollout(turn_tokens=4_096, max_tokens=32_768)
     is_listed = isinstance(source, base.WordList)
     chat = (
@@ -280,7 +281,7 @@ def _trial() -> environment_trial.Trial:
     limits=limits,
     chat=chat,
     respond=respond,
-    plays_well=policy == "demonstration",
+    plays_well=policy == "demonstration" and is_played,
     reward_s=limits.grading.deadline_s,
     seed=seed,
     recordings=recorded,

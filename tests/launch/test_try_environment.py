@@ -61,7 +61,6 @@ def wide(monkeypatch):
     ("next_letter", r"[a-g]<agent>\[[b-h]<end>\]\n"),
     ("sums", r"the number alone\.<\|im_end\|>\n<\|im_start\|>assistant\n\["),
     ("tool_calculator_hf", r'"calculate".*"expression": "\d\d[-+*]\d"'),
-    ("sft_chats", r"as it is trained .*\n\na<agent>\[b<end>\]\na<agent>"),
     ("guess_number_moe", r"guess<agent>\[10<end>\]\n(low|high)er<agent>\[\d+<"),
   ],
 )
@@ -72,6 +71,15 @@ def test_our_environments_are_shown_and_pass(config, start):
   assert "status completed, reward 1" in result.stdout
   assert "FAILED" not in result.stdout
   assert result.stdout.endswith("all is well\n")
+
+
+def test_of_a_run_without_rounds_limits_may_cut_what_is_recorded():
+  config = "--config=configs/sft_chats.py"
+  result = tried(config, "--config.rollout.turn_tokens=1", "--tasks=2")
+  assert result.returncode == 0, result.stdout + result.stderr
+  start = r"as it is trained .*\n\na<agent>\[b<end>\]\na<agent>\[b<end>\]\n"
+  assert re.search(start, result.stdout)
+  assert "rollout.turn_tokens=1 cut 2 answers" in result.stdout
 
 
 def test_what_is_wrong_is_said_and_is_the_exit_code(tmp_path):
