@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.cli import run_repair
+from launch.cli import run_repair, workdir
 from launch.report import (
   bubbles,
   frozen,
@@ -105,6 +105,8 @@ def _without_log(path: pathlib.Path) -> RunRecords:
   except untrusted_files.BadFile:
     config = {}
     notes.append("config.json is missing or unreadable.")
+  if error := workdir.failure(path).partition("\n")[0]:
+    notes.append(f"The run failed: {error.removeprefix(error_codes.ERROR)}")
   rounds = run_files.by_round(path / "metrics.jsonl", notes)
   evaluations = run_files.by_round(path / "evaluations.jsonl", notes)
   notes += [

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from launch.cli import workdir
 from launch.report import log_check, run_files
 from launch.report import page as report_page
 from rl.runtime import segments, trace
@@ -78,16 +79,18 @@ def print_verdict(verdict: log_check.Verdict, log: Log) -> int:
 def report_on_failure(
   run_dir: pathlib.Path, flush: Callable[[], None], log: Log
 ) -> Iterator[None]:
-  """Checks the event log and writes the report if the body raises.
+  """Keeps an error of the body, checks the event log and writes the report.
 
   Args:
     flush: writes log and spans to disk.
   """
   try:
     yield
-  except Exception:
+  except Exception as error:
     try:
       flush()
+      # The page says why the run ended.
+      workdir.keep_failure(run_dir, error_codes.text(error))
       verdict = log_check.of_run(run_dir)
       print_verdict(verdict, log)
       log(f"report: {report_page.write(run_dir, verdict)}")

@@ -28,6 +28,7 @@ _READ = (
   "spans.jsonl",
   "logprob_gap.jsonl",
   workdir.WARM_START_LINES,
+  workdir.FAILURE,
 )
 
 Clock = Callable[[], float]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from launch.cli import workdir
 from launch.report import run_files, trajectory_index
 from launch.view import run_pages
 from tests.helpers import viewed_runs
@@ -37,6 +38,8 @@ def test_data_are_the_same_until_a_file_changes(run_dir):
   assert pages.data(run_dir) is before
   grow(run_dir)
   assert pages.data(run_dir)["metrics"]["round"][-1] == 5
+  workdir.keep_failure(run_dir, "error: no disk")
+  assert "The run failed: no disk" in pages.data(run_dir)["notes"]
 
 
 def test_a_page_that_waits_for_the_log_reads_the_rest_once(
