@@ -22,10 +22,12 @@ class FollowedRows:
 
   Attributes:
     changes: grows with every look that found something new.
+    names: of fields that some row has, as anything but a text.
   """
 
   def __init__(self, path: pathlib.Path, key: str = "round"):
     self.changes = 0
+    self.names: dict[str, None] = {}
     self._path = path
     self._key = key
     self._rows: dict[int, dict[str, Any]] = {}
@@ -70,10 +72,11 @@ class FollowedRows:
       return
     if isinstance(number, int) and isinstance(row, dict):
       self._rows[number] = row
+      self.names |= {x: None for x in row if not isinstance(row[x], str)}
       self.changes += 1
 
   def _forget(self, inode: int | None) -> None:
     if self._rows:
-      self._rows = {}
+      self._rows, self.names = {}, {}
       self.changes += 1
     self._inode, self._offset = inode, 0

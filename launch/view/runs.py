@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib import parse
 
@@ -64,6 +64,13 @@ class ViewedRun:
       self._rows = key, comparison.with_evaluations(metrics, evaluations)
     return self._rows[1]
 
+  def names(self) -> list[str]:
+    """Returns the names of the metrics that some round has."""
+    self.rows()
+    ours, theirs = self.metrics.names, self._evaluations.names
+    found = [*ours, *(f"{comparison.EVALUATION}{name}" for name in theirs)]
+    return [name for name in found if name not in _NO_METRICS]
+
   def curve(
     self, metric: str, less: bool, most: int = _MAX_POINTS
   ) -> dict[str, Any]:
@@ -98,7 +105,7 @@ class ViewedRun:
     rows = self.rows()
     assert self._rows is not None
     if self._all_metrics is None or self._all_metrics[0] != self._rows[0]:
-      self._all_metrics = self._rows[0], _all_metrics(rows)
+      self._all_metrics = self._rows[0], _all_metrics(rows, self.names())
     return self._all_metrics[1]
 
   def frozen(self, metrics: Mapping[str, bool], most: int) -> dict[str, Any]:
@@ -237,7 +244,7 @@ class RunsDirectory:
     rows, metrics = [], dict.fromkeys(_FIRST)
     for run, seen in zip(runs.values(), compared, strict=True):
       newest = max(run.metrics.look(), default=0)
-      metrics |= dict.fromkeys(_numeric(run.rows()))
+      metrics |= dict.fromkeys(run.names())
       rows.append(
         {
           "name": run.name,
@@ -341,8 +348,10 @@ def _subdirectories(directory: pathlib.Path) -> list[pathlib.Path]:
     return []
 
 
-def _all_metrics(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-  axes, keys = places(rows), _numeric(rows)
+def _all_metrics(
+  rows: Mapping[int, Mapping[str, Any]], keys: Sequence[str]
+) -> dict[str, Any]:
+  axes = places(rows)
   columns = {
     key: thinning.values(
       key,
@@ -388,20 +397,6 @@ def places(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _number(value: Any) -> float | None:
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
   return float(f"{value:.6g}") if is_number else None
-
-
-def _numeric(rows: Mapping[int, Mapping[str, Any]]) -> list[str]:
-  """Returns the names of the metrics of the first and the newest rounds.
-
-  Those of an evaluation are in the round that it followed.
-  """
-  names: dict[str, None] = {}
-  evaluated = [n for n, row in rows.items() if _EVALUATED_S in row]
-  ends = [min(rows, default=0), max(rows, default=0), *evaluated[-1:]]
-  for number in dict.fromkeys(ends):
-    row = rows.get(number, {})
-    names |= {key: None for key, x in row.items() if not isinstance(x, str)}
-  return [name for name in names if name not in _NO_METRICS]
 
 
 def _is_less(entry: metric_docs.MetricEntry | None) -> bool:

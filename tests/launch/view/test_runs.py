@@ -126,6 +126,19 @@ def test_evaluations_are_metrics_of_the_rounds_before_them(tmp_path):
   assert directory.metrics_of("a")["last"]["evaluation/success"] == 0.75
 
 
+def test_a_metric_that_few_rounds_have_is_one_of_the_run(tmp_path):
+  path = viewed_runs.run(tmp_path / "a", 3)
+  rows = viewed_runs.metrics(3)
+  rows[1]["source/rare/success"] = 0.5  # It was trained in round 2 only.
+  viewed_runs.write_lines(path / "metrics.jsonl", rows)
+  viewed_runs.write_lines(path / "evaluations.jsonl", [{"round": 0}])
+  directory = runs.RunsDirectory(tmp_path)
+  assert "source/rare/success" in directory.overview()["metrics"]
+  found = directory.metrics_of("a")
+  assert found["metrics"]["source/rare/success"] == [None, None, 0.5, None]
+  assert found["last"]["source/rare/success"] == 0.5
+
+
 def test_a_file_of_all_runs_has_every_metric_and_links_to_reports(tmp_path):
   viewed_runs.run(tmp_path / "a b")
   (tmp_path / "a b" / "report.html").touch()
