@@ -124,7 +124,7 @@ plt.show()
 # Compare intervals, not points. Both runs were evaluated on the same 200 tasks
 # after their last round; if the intervals do not touch, the difference is more
 # than the luck of these episodes. (It may still be the luck of one seed: for a
-# claim, train several and let `launch.report --run=A --run=B` draw bands.)
+# claim, train several and let `launch.view` draw bands.)
 
 # %% tags=["varies"]
 last = {
@@ -133,7 +133,8 @@ last = {
 }
 for name, (low, success, high) in last.items():
   print(f"{name:10}: {success:.1%}, between {low:.1%} and {high:.1%}")
-apart = last["rate 0.01"][0] > last["rate 0.001"][2]
+lows, _, highs = zip(*last.values(), strict=True)
+apart = max(lows) > min(highs)
 print("the intervals", "do not touch" if apart else "touch")
 
 # %% [markdown]
