@@ -142,13 +142,13 @@ def check_base(
   problem: problem_lib.Planning, base: experiment.Experiment
 ) -> None:
   """Raises ValueError when the problem plans other episodes than the base's."""
-  for name in ("group_size", "max_turns", "turn_tokens", "max_tokens"):
-    ours, theirs = getattr(problem.rollout, name), getattr(base.rollout, name)
-    if ours != theirs:
-      raise ValueError(
-        f"rollout.{name}={ours} differs from {theirs} of the base; plan "
-        f"with --config.rollout.{name}={theirs}"
-      )
+  ours, theirs = vars(problem.rollout), vars(base.rollout)
+  names = ("group_size", "max_turns", "turn_tokens", "max_tokens")
+  wrong = [name for name in names if ours[name] != theirs[name]]
+  if wrong:
+    found = ", ".join(f"rollout.{name}={ours[name]}" for name in wrong)
+    way = " ".join(f"--config.rollout.{name}={theirs[name]}" for name in wrong)
+    raise ValueError(f"{found}: the base has others; plan with {way}")
 
 
 def _cost(problem: problem_lib.Planning, name: str) -> float:

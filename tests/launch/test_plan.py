@@ -215,7 +215,8 @@ def test_where_nothing_is_trained_an_id_has_no_price():
     ),
     (
       ["--config=configs/fleet_small.py", f"--base={BASE}"],
-      "rollout.max_turns=16 differs from 8 of the base; plan with",
+      "max_tokens=16000: the base has others; plan with "
+      "--config.rollout.max_turns=8 --config.rollout.turn_tokens=2 ",
     ),
     (
       ["--config=configs/fleet_small.py", "--calibrate=nowhere"],
