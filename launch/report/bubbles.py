@@ -17,7 +17,7 @@ from rl.audit import event_log
 from rl.runtime import trace
 
 CAUSES = {
-  "compile": "programs are compiled, weights are made",
+  "compile": "engines compile, weights are made",
   "warm start": "the learner is taught by demonstrations first",
   "publish": "weights are on their way",
   "packing": "groups that were taken are packed into rows",
@@ -177,7 +177,7 @@ def find(spans: Sequence[trace.Span], phases: Phases) -> Mapping[str, MeshTime]:
   }
   waits["rollout"] = decoding
   waits["environment"] = phases.playing(clock)
-  # Neither mesh has work while a program of the other one is compiled.
+  # Neither mesh has work while engines compile or weights are made.
   waits["compile"] = _times([s for s in spans if s.name in _COMPILES])
   waits["warm start"] = _times([s for s in spans if s.name == _WARM_START])
   found = {}

@@ -30,8 +30,8 @@ export function bubblesSection() {
         ...seen.map((cause) => [`${cause}: ${causes[cause]}`,
           CAUSE_COLOURS[cause]])]),
       caption("From the first to the last span of a mesh. A moment that has " +
-        "several causes counts for the first of them. Busy: any program of a " +
-        "mesh but compiling, a warm start included."));
+        "several causes counts for the first of them. Busy: a warm start and " +
+        "what the learner compiles in its first steps included."));
   } };
 }
 

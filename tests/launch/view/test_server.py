@@ -254,7 +254,7 @@ def test_the_page_of_a_run_has_its_parts(address, browser):
     "trained",
     "dropped",
   ]
-  assert "Busy: any program of a mesh but compiling" in browser.text("#bubbles")
+  assert "Busy: a warm start and what the learner" in browser.text("#bubbles")
   assert "No episode ended in a fault." in browser.text("#faults")
 
 
