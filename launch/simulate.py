@@ -90,10 +90,12 @@ class SimulationProgress:
     self._rounds, self._report, self._pause_s = rounds, report, pause_s
     self._due_s = time.monotonic() + pause_s
     self._trained = self._episodes = self._tokens = 0
+    self._now_s = 0.0
 
   def note(self, event: event_log.Event) -> None:
     """Counts an event, and tells of it if that is due."""
     kind = event["kind"]
+    self._now_s = max(self._now_s, event["t"])
     if kind in ("ended", "aborted"):
       self._episodes += 1
       self._tokens += event["tokens"]
@@ -103,7 +105,7 @@ class SimulationProgress:
       return
     self._due_s = time.monotonic() + self._pause_s
     self._report(
-      f"simulating round {self._trained}/{self._rounds}: {event['t']:,.0f} s, "
+      f"simulating round {self._trained}/{self._rounds}: {self._now_s:,.0f} s, "
       f"{self._episodes:,} episodes, {self._tokens:,} tokens"
     )
 

@@ -212,6 +212,9 @@ def test_progress_is_told_when_it_is_due(record, pause_s):
     assert told == []
     return
   sampled = simulation_result.measure(record).ledger.sampled
+  # A first token is logged later than it was sampled.
+  seconds = [int(line.split(": ")[1].partition(" s")[0]) for line in told]
+  assert seconds == sorted(seconds)
   # 4 rounds of 4 groups of 2.
   assert told[-1].startswith("simulating round 4/4: ")
   assert told[-1].endswith(f" s, 32 episodes, {sampled:,} tokens")
