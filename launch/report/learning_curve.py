@@ -61,7 +61,7 @@ def _curve(
   for share in (0, 0.25, 0.5, 0.75, 1):
     parts.append(svg.line(_LEFT, y(share), _RIGHT, y(share), svg.GRID))
     parts.append(svg.label(_LEFT - 12, y(share) + 4, f"{share:.0%}", "end"))
-  for tick in svg.ticks(low, high):
+  for tick in svg.ticks(low, high, least=1):
     parts.append(svg.label(x(tick), _CURVE_BOTTOM + 22, f"{tick:,g}"))
   parts.append(svg.label(_RIGHT, _CURVE_BOTTOM + 40, "rounds", "end"))
   parts += trend(

@@ -72,9 +72,13 @@ def smooth(values: Sequence[float]) -> list[float]:
   return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
-def ticks(low: float, high: float) -> list[float]:
-  """Returns up to eight round numbers from `low` to `high`."""
-  rough = max(high - low, 1e-9) / 7
+def ticks(low: float, high: float, least: float = 1e-10) -> list[float]:
+  """Returns up to eight round numbers from `low` to `high`.
+
+  Args:
+    least: distance of two of them.
+  """
+  rough = max((high - low) / 7, least)
   unit = 10.0 ** math.floor(math.log10(rough))
   step = next(unit * k for k in (1, 2, 5, 10) if unit * k >= rough)
   # 0.35 / 0.05 is a little below 7.

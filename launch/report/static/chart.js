@@ -70,7 +70,9 @@ export function lineChart(figure, {
         stroke: "var(--rule)" }),
       el("text", { x: LEFT - 8, y: y(tick) + 4, "text-anchor": "end" },
         percent ? `${Math.round(100 * tick)}%` : format(tick)));
-  for (const tick of ticks(...domain, Math.max(4, width / 110)))
+  // Rounds, steps and tokens are whole.
+  const least = xLabel === "seconds" ? 0 : 1;
+  for (const tick of ticks(...domain, Math.max(4, width / 110), least))
     svg.append(el("text", { x: x(tick), y: height - 14,
       "text-anchor": "middle" }, format(tick)));
   if (xLabel)

@@ -37,9 +37,10 @@ export function format(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-export function ticks(low, high, most) {
+export function ticks(low, high, most, least = 0) {
   // Of one place far from 0 the steps must be those of numbers there.
-  const rough = Math.max(high - low, 1e-9 * Math.abs(high), 1e-9) / most;
+  const rough = Math.max(least,
+    Math.max(high - low, 1e-9 * Math.abs(high), 1e-9) / most);
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((k) => k * unit).find((s) => s >= rough);
   const all = [];

@@ -80,6 +80,7 @@ def test_ticks_are_round_numbers_within_the_range():
     0.3,
     0.35,
   ]
+  assert svg.ticks(1, 3, least=1) == [1, 2, 3]
 
 
 def test_a_picture_has_a_dark_colour_for_each_colour_in_it():

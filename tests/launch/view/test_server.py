@@ -136,6 +136,8 @@ def test_a_curve_is_a_line_for_all_seeds_with_a_band(address, browser):
   assert browser.count("#curves .curve") == 2
   assert browser.count("#curves .band") == 2
   assert "optimizer.rate=1 (2 runs)" in browser.text("#curves .legend")
+  told = browser.do("document.querySelector('#curves svg').textContent")
+  assert "1234rounds" in told  # There is no round 1.5.
   browser.click("#bands")
   assert browser.count("#curves .curve") == 4
   assert browser.count("#curves .band") == 0
