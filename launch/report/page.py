@@ -107,8 +107,10 @@ def _without_log(path: pathlib.Path) -> RunRecords:
     notes.append("config.json is missing or unreadable.")
   if error := workdir.failure(path).partition("\n")[0]:
     notes.append(f"The run failed: {error.removeprefix(error_codes.ERROR)}")
-  rounds = run_files.by_round(path / "metrics.jsonl", notes)
-  evaluations = run_files.by_round(path / "evaluations.jsonl", notes)
+  # A run of no rounds has none of these to miss.
+  told = [] if config.get("rounds") == 0 else notes
+  rounds = run_files.by_round(path / "metrics.jsonl", told)
+  evaluations = run_files.by_round(path / "evaluations.jsonl", told)
   notes += [
     f"The evaluation of version {number} graded no episode: "
     f"{row.get('fault') or 'all ended in faults'}."

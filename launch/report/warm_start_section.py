@@ -24,7 +24,7 @@ def read(run_dir: pathlib.Path, notes: list[str]) -> run_files.Rows:
 
 def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcome; empty without steps."""
-  losses = [loss for _, loss in _losses(rows)]
+  losses = [loss for _, loss in _values(rows, "loss")]
   if not rows:
     return []
   value = f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else "–"
@@ -32,27 +32,30 @@ def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:
 
 
 def section(rows: run_files.Rows) -> dict[str, Any] | None:
-  """Returns the points and the caption of the curve; None without steps."""
+  """Returns the losses by step, and a caption; None without steps."""
   if not rows:
     return None
   tokens, seconds = (
     math.fsum(row[key] for row in rows) for key in ("tokens", "step_s")
   )
+  held_out = _values(rows, "eval/loss")
   return {
-    "points": _losses(rows),
+    "points": _values(rows, "loss"),
+    "held_out": held_out,
     "caption": (
       "Loss in nats a token, by step; thin: each step, bold: mean of its "
-      f"neighbours. {_steps(rows)}, {tokens:,.0f} tokens in {seconds:,.0f} s."
+      f"neighbours{'; dots: held-out rows' if held_out else ''}. "
+      f"{_steps(rows)}, {tokens:,.0f} tokens in {seconds:,.0f} s."
     ),
   }
 
 
-def _losses(rows: run_files.Rows) -> list[list[float]]:
-  """Returns the (step, loss) of the steps that have one."""
+def _values(rows: run_files.Rows, key: str) -> list[list[float]]:
+  """Returns the (step, value) of the steps that have one."""
   return [
-    [row["step"], row["loss"]]
+    [row["step"], row[key]]
     for row in rows
-    if isinstance(row.get("loss"), int | float)
+    if isinstance(row.get(key), int | float)
   ]
 
 

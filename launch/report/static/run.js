@@ -234,6 +234,8 @@ function warmStartSection() {
     if (!found) return;
     figure.replaceChildren(...(found.points.length ? [lineChart(figure, {
       series: [trend("loss", found.points, "var(--learner)")],
+      dots: found.held_out.map(([x, y]) => ({ x, y, low: y, high: y,
+        tip: `step ${x}\nheld-out loss ${format(y)}` })),
       label: "Loss of the warm start by step", xLabel: "steps", height: 240,
     })] : []), caption(found.caption));
   } };

@@ -40,9 +40,14 @@ def test_steps_are_read_in_order_and_cut_lines_are_told_of(tmp_path):
 
 @pytest.mark.process
 def test_the_curve_falls_with_the_loss(tmp_path, browse):
-  lines = [json.dumps(row(step, 4.0 / step)) for step in range(1, 5)]
+  rows = [row(step, 4.0 / step) for step in range(1, 5)]
+  rows[3]["eval/loss"] = 2.0
+  (tmp_path / "config.json").write_text('{"rounds": 0}')
+  lines = [json.dumps(row) for row in rows]
   (tmp_path / "warm_start.jsonl").write_text("\n".join(lines))
   page = browse(report_page.write(tmp_path))
+  # Without rounds it has no metrics to miss.
+  assert "metrics.jsonl is missing" not in " ".join(page.text)
   raw, smooth = (
     [tuple(map(float, pair.split(","))) for pair in line["points"].split()]
     for tag, line in page.elements
@@ -58,6 +63,10 @@ def test_the_curve_falls_with_the_loss(tmp_path, browse):
   # 4, 2, 4/3 and 1 nats: of the 3 between the ends the first step takes 2.
   falls = [(y - raw[0][1]) / (raw[3][1] - raw[0][1]) for _, y in raw]
   assert falls == pytest.approx([0, 2 / 3, 8 / 9, 1], abs=0.001)
+  # On held-out rows the last step is as good as the second one.
+  (dot,) = page.having("class", "dot")
+  at = float(dot["cx"]), float(dot["cy"])
+  assert at == pytest.approx((raw[3][0], raw[1][1]), abs=0.1)
 
 
 def test_skipped_steps_are_counted_and_not_drawn():
