@@ -76,7 +76,7 @@ export function lineChart(figure, {
     svg.append(el("text", { x: x(tick), y: height - 14,
       "text-anchor": "middle" }, format(tick)));
   if (xLabel)
-    svg.append(el("text", { class: "x-label", x: width - RIGHT, y: height - 1,
+    svg.append(el("text", { class: "x-label", x: width - RIGHT, y: height - 3,
       "text-anchor": "end" }, xLabel));
   for (const one of series) drawSeries(svg, one, x, y);
   for (const dot of dots)
