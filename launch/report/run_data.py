@@ -3,7 +3,7 @@
 run = run_data.read("runs/lake")
 run.metrics["success"]           an array, one value for each round
 pandas.DataFrame(run.metrics)    the same as a table
-run.trajectories(10)             the episodes kept of round 10
+run.trajectories(11)             the episodes kept of round 11
 """
 
 import dataclasses
