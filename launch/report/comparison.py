@@ -26,6 +26,8 @@ _LAST = 10
 """Rounds of the moving mean by which runs are compared."""
 _NOTHING = "-"
 _NOTE = "sweep_note.txt"
+_MAX_COLUMNS = 12
+"""Settings beside the runs in a text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,11 +274,21 @@ def _number(value: float | None) -> str:
 def text(runs: Sequence[ComparedRun], metric: str, less: bool = False) -> str:
   """Returns a table of the runs, the best first.
 
+  Many settings that differ stand in a table below it, a line each.
+
   Args:
     metric: whose means over ten rounds are compared.
     less: less of it is better.
   """
   rows = _table(runs, metric, less)
+  if len(differing(runs)) <= _MAX_COLUMNS:
+    return _aligned(rows)
+  settings = zip(*([name, *rest[3:-1]] for name, *rest in rows), strict=True)
+  short = _aligned([[*row[:4], row[-1]] for row in rows])
+  return f"{short}\n\n{_aligned([*settings])}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return "\n".join(
     "  ".join(

@@ -63,6 +63,22 @@ def test_the_table_tells_what_differs():
   assert lines[4].split() == ["run_003", "0", "-", "-", "2", "0.3", "<x>"]
 
 
+def test_many_settings_that_differ_have_a_line_each():
+  names = [f"part.{i}" for i in range(13)]
+  pair = [
+    run("run_000", [0.0], **dict.fromkeys(names, 0)),
+    run("run_001", [1.0], **dict.fromkeys(names, 1)),
+  ]
+  lines = comparison.text(pair, "success").splitlines()
+  assert lines[0].split()[:2] == ["run", "rounds"]
+  assert [line.split() for line in lines[3:6]] == [
+    [],
+    ["run", "run_001", "run_000"],
+    ["part.0", "1", "0"],
+  ]
+  assert len(lines) == 3 + 1 + 1 + 13
+
+
 def test_settings_are_read_as_the_command_line_names_them(tmp_path):
   first, second = tmp_path / "first", tmp_path / "second"
   for directory, cls in ((first, "a.b.Grpo"), (second, "a.b.Dapo")):
