@@ -22,7 +22,11 @@ _RUN = absl_flags.DEFINE_string(
   "run", None, "Directory of a run.", required=True
 )
 _EPISODES = absl_flags.DEFINE_integer(
-  "episodes", 500, "Held-out tasks to play, one episode each.", lower_bound=1
+  "episodes",
+  500,
+  "Held-out tasks to play, one episode each. Of fewer rows each comes again,"
+  " and the interval is then too narrow for other rows.",
+  lower_bound=1,
 )
 _TEMPERATURE = absl_flags.DEFINE_float(
   "temperature", None, "Sampling temperature; 0 is greedy. Default: the run's."

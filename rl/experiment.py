@@ -82,7 +82,7 @@ class Evaluation:
 
   Attributes:
     every: rounds between evaluations; 0: only before and after the run.
-    episodes: one a task; 0: there is no evaluation.
+    episodes: one a task, of fewer rows several; 0: there is no evaluation.
     temperature: 0 plays greedily.
     success: smallest reward of an episode that succeeds.
   """
