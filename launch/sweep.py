@@ -304,7 +304,10 @@ class Run:
     return self.directory / "log.txt"
 
   def last_error(self) -> str:
-    """Returns the last error in the log of its newest start, or ""."""
+    """Returns the last error in the log of its newest start, or "".
+
+    The log of one that raised has a traceback, and the run has kept the error.
+    """
     try:
       with self._log.open("rb") as log:
         log.seek(self._log_bytes)
@@ -312,7 +315,8 @@ class Run:
     except OSError:  # Somebody has removed the run.
       return ""
     errors = [found[1] for line in lines if (found := _ERROR.match(line))]
-    return errors[-1] if errors else ""
+    kept, *_ = workdir.failure(self.directory).splitlines() or [""]
+    return errors[-1] if errors else kept
 
   def program(self) -> contract.Program:
     """Returns what it runs, in the same directory on every host."""

@@ -222,16 +222,21 @@ def test_a_run_that_fails_is_started_again(
 
 @pytest.mark.process
 def test_a_run_that_fails_is_told_with_its_last_error(tmp_path, capsys):
-  run, silent = scripted(
-    tmp_path, "print('20:01:02 error: rounds=0'); sys.exit(2)", "sys.exit(1)"
+  run, silent, raised = scripted(
+    tmp_path,
+    "print('20:01:02 error: rounds=0'); sys.exit(2)",
+    "sys.exit(1)",
+    "open(sys.argv[1] + '/failure.txt', 'w').write('KeyError(7)'); 1 / 0",
   )
-  for one in (run, silent):
+  for one in (run, silent, raised):
     one.directory.mkdir()
     (one.directory / "log.txt").write_text("error: of a sweep before\n")
-  play([run, silent], 1, 1)
+  play([run, silent, raised], 1, 1)
   told = capsys.readouterr().out
   assert f"{run.directory}: failed with 2, see log.txt: rounds=0\n" in told
   assert f"{silent.directory}: failed with 1, see log.txt\n" in told
+  why = "see log.txt: KeyError(7)"
+  assert f"{raised.directory}: failed with 1, {why}\n" in told
   # So that a table does not pass off results of before as theirs.
   notes = [comparison.remark(one.directory) for one in (run, silent)]
   assert notes == ["see log.txt: rounds=0", "see log.txt"]
