@@ -113,7 +113,7 @@ def main() -> None:
     runs, seen = _listed(root, path, given), dict[str, Run]()
     for run in runs:
       _check_directory(run.directory)
-      settings = flags.load(path, run.overrides)
+      settings = _loaded(run)
       _check_differs(run, settings, seen)
       _check_place(run, settings)
     backend = flags.read_backend(_BACKEND.value)
@@ -212,6 +212,15 @@ def _check_disjoint(
         )
 
 
+def _loaded(run: "Run") -> experiment.Experiment:
+  """Returns the settings of a run; an error names its point."""
+  try:
+    return flags.load(run.path, run.overrides)
+  except ValueError as error:
+    error.args = (f"{run} of sweep(): {error}",)
+    raise
+
+
 def _check_differs(
   run: "Run", settings: experiment.Experiment, seen: dict[str, "Run"]
 ) -> None:
@@ -220,9 +229,7 @@ def _check_differs(
   before = seen.setdefault(text, run)
   if before is not run:
     raise overrides_lib.SettingError(
-      f"{before.directory.name} ({_words(before.point)}) and "
-      f"{run.directory.name} ({_words(run.point)}) of sweep() have the same "
-      "settings; leave one out"
+      f"{before} and {run} of sweep() have the same settings; leave one out"
     )
 
 
@@ -269,6 +276,9 @@ class Run:
   due_s: float = 0.0
   process: contract.Started | None = None
   _log_bytes: int = 0
+
+  def __str__(self) -> str:
+    return f"{self.directory.name} ({_words(self.point)})"
 
   @property
   def failed(self) -> bool:

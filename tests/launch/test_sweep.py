@@ -69,6 +69,8 @@ def test_every_run_gets_its_overrides_and_a_directory(tmp_path):
 def test_a_run_that_cannot_work_is_found_before_any_starts(tmp_path):
   result = sweep(tmp_path, [{"seed": 1}, {"rollout.gruop_size": 4}])
   assert result.returncode == 2
+  point = "run_001 (rollout.gruop_size=4) of sweep(): --config.rollout.gru"
+  assert point in result.stderr
   assert "rollout.group_size" in result.stderr
   assert not (tmp_path / "out").exists()
 
