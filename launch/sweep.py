@@ -111,14 +111,18 @@ def main() -> None:
     given = flags.overrides()
     flags.load_from_command_line(experiment.check_experiment)
     runs, seen = _listed(root, path, given), dict[str, Run]()
+    _check_directories(root, runs)
     for run in runs:
-      _check_directory(run.directory)
       settings = _loaded(run)
       _check_differs(run, settings, seen)
       _check_place(run, settings)
     backend = flags.read_backend(_BACKEND.value)
     workdir.make_writable(root, f"--workdir={root}")
     lock = workdir.locked(root)
+    # The runs of a sweep that was killed take a while to save.
+    for run in runs:
+      if run.directory.is_dir():
+        workdir.locked(run.directory).close()
     launcher = backend.open(root / "backend")
   every = _MEDIAN_EVERY.value
   rule = None if every is None else MedianRule(every, metric, less)
@@ -233,12 +237,17 @@ def _check_differs(
     )
 
 
-def _check_directory(path: pathlib.Path) -> None:
-  """Raises SettingError for a directory of a run that is none."""
-  if os.path.lexists(path) and not os.path.isdir(path):
+def _check_directories(root: pathlib.Path, runs: Sequence["Run"]) -> None:
+  """Raises SettingError for one that a sweep, or a run of it, cannot have."""
+  if run_files.is_run(root):
     raise overrides_lib.SettingError(
-      f"{path} must be the directory of a run; move away what is there"
+      f"--workdir={root} is the directory of a run; choose another for a sweep"
     )
+  for path in (run.directory for run in runs):
+    if os.path.lexists(path) and not os.path.isdir(path):
+      raise overrides_lib.SettingError(
+        f"{path} must be the directory of a run; move away what is there"
+      )
 
 
 def _check_place(run: "Run", settings: experiment.Experiment) -> None:

@@ -124,7 +124,7 @@ CAUSES = (
       "launch.export:_check_place",
       "launch.gateway.session_record:SessionRecord.__init__",
       "launch.plan:_check_out",
-      "launch.sweep:_check_directory",
+      "launch.sweep:_check_directories",
       "launch.sweep:_naming",
       "launch.try_environment:_lines",
       "models.hf.export:export",

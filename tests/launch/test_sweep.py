@@ -80,6 +80,8 @@ def test_a_run_that_cannot_work_is_found_before_any_starts(tmp_path):
   [
     ("out", "out cannot be written: "),
     ("out/run_000", "run_000 must be the directory of a run; move away"),
+    # A page over runs would show that run alone.
+    ("out/config.json", "out is the directory of a run; choose another"),
   ],
 )
 def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path, name, words):
@@ -255,12 +257,13 @@ def test_a_run_of_another_is_not_said_to_have_failed(tmp_path, capsys):
   assert "0.5           see log.txt: in use\n" in capsys.readouterr().out
 
 
-def test_a_second_sweep_in_a_directory_is_refused(tmp_path):
-  with workdir.locked(tmp_path / "out"):
+@pytest.mark.parametrize("name", ["out", "out/run_000"])
+def test_a_directory_of_another_process_is_refused(tmp_path, name):
+  with workdir.locked(tmp_path / name):
     result = sweep(tmp_path, [{"seed": 1}])
   assert result.returncode == 2
-  assert "out is in use by another process; wait for it" in result.stderr
-  assert [x.name for x in (tmp_path / "out").iterdir()] == [".lock"]
+  assert f"{name} is in use by another process; wait for it" in result.stderr
+  assert not [*tmp_path.glob("out/*/log.txt")]
 
 
 @pytest.mark.process
