@@ -295,11 +295,6 @@ class Run:
     return bool(self.why)
 
   @property
-  def is_stopped(self) -> bool:
-    """True for a run that a rule has stopped, in this sweep or before."""
-    return bool(self.note)
-
-  @property
   def note(self) -> str:
     """The reason why a rule has stopped it, in this sweep or before, or ""."""
     return comparison.note(self.directory, self.point)
@@ -440,7 +435,8 @@ class Sweep:
 
   Args:
     attempts: starts of each run.
-    rule: stops runs early; None lets all come to their end.
+    rule: stops runs early, and leaves out those that it has stopped before;
+      None lets all come to their end.
     launcher: starts them; closed at the end of `play`.
     report: told how many runs have ended.
   """
@@ -460,7 +456,9 @@ class Sweep:
     self._rule = rule
     self._launcher = launcher
     self._report = report
-    self._waiting = collections.deque(r for r in runs if not r.is_stopped)
+    self._waiting = collections.deque(
+      run for run in runs if rule is None or not run.note
+    )
     self._active: list[Run] = []
     self._number = 0
     self._is_told = False
@@ -473,8 +471,11 @@ class Sweep:
     before = {n: signal.signal(n, self._on_signal) for n in _SIGNALS}
     try:
       for run in self._runs:
-        if run.note:
-          _tell(f"{run.directory}: left out, as it was {run.note}")
+        if run not in self._waiting:
+          _tell(
+            f"{run.directory}: left out, as it was {run.note}; without "
+            "--stop_below_median_every it goes on"
+          )
       self._report_ended()
       while self._active or (self._waiting and not self._number):
         while self._waiting and len(self._active) < self._parallel:
@@ -528,7 +529,7 @@ class Sweep:
       self._measure(run)
       return
     self._active.remove(run)
-    if code == 0 or run.is_stopped or self._number:
+    if code == 0 or run.note or self._number:
       self._report_ended()
       return
     why = run.process.reason or "see log.txt"
@@ -555,7 +556,7 @@ class Sweep:
 
   def _measure(self, run: Run) -> None:
     """Stops a run that the rule finds wanting."""
-    if self._rule is None or run.is_stopped or time.monotonic() < run.due_s:
+    if self._rule is None or run.note or time.monotonic() < run.due_s:
       return
     run.due_s = time.monotonic() + _MEASURE_S
     if why := self._rule.verdict(run, self._runs):

@@ -487,6 +487,9 @@ def test_a_run_that_a_rule_stops_is_told_and_stays_so(tmp_path, capsys):
   play(again, 3, 2, rule)
   assert [run.attempts for run in again] == [0, 1, 1]
   assert "run_000: left out, as it was stopped after" in capsys.readouterr().out
+  again[0].path = ""
+  play(again, 3, 2)
+  assert [run.attempts for run in again] == [1, 2, 2]
 
 
 @pytest.mark.process
@@ -495,7 +498,8 @@ def test_a_note_about_another_point_leaves_nothing_out(tmp_path):
   run.point = {"seed": "5"}
   run.directory.mkdir()
   comparison.write_note(run.directory, "stopped", {"seed": "1"})
-  assert play([run], 1, 1) == 0
+  rule = sweep_lib.MedianRule(2, "success", less=False)
+  assert play([run], 1, 1, rule) == 0
   assert run.attempts == 1
   # Nor does a table take it for one about this run.
   assert comparison.note(run.directory) == ""
