@@ -806,8 +806,9 @@ CAUSES = (
       " directory"
     ),
     why="A run goes on with the settings that it was started with. Only those"
-    " that change nothing in what was learned may differ, such as rounds,"
-    " evaluation, retention and bounds.",
+    " that change nothing in what was learned may differ: rounds, evaluation,"
+    " retention, bounds, recovery, tracker, max_skipped, progress_timeout_s,"
+    " log_startup, engine.slots, and the processes of the placement.",
     cure="To go on, use the config.json of the run; for another run, another"
     " directory. The code of the config file may change between the two.",
     code_block="twinmesh train --config=runs/first/config.json"
@@ -971,9 +972,9 @@ CAUSES = (
     why="An engine that stops is started again, a few times"
     " (Recovery). This run has lost its last one for good; the"
     " message has its last words.",
-    cure="For memory, lower engine.slots or rollout.max_tokens. For engines in"
-    " processes read their logs in the run's directory. The same command goes"
-    " on from the newest checkpoint.",
+    cure="For memory, lower engine.slots, or rollout.max_tokens in a new run."
+    " For engines in processes read their logs in the run's directory. The same"
+    " command goes on from the newest checkpoint.",
     of=("rl.engine.contract:EngineClosed", "rl.remote.connection:Lost"),
     replies=("engine_closed",),
   ),

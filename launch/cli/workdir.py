@@ -69,12 +69,16 @@ _ROWS = {
 }
 _MAY_CHANGE = (
   "rounds",
+  "max_skipped",
   "progress_timeout_s",
+  "log_startup",
+  "recovery.",
   "evaluation.",
   "retention.",
   "bounds.",
   "tracker",
   "warm_start.checkpoint_every",
+  "engine.slots",
   "placement.learner_processes",
   "placement.decode_processes",
   "placement.backend",
@@ -97,10 +101,9 @@ def claim(
   Raises:
     SettingError: the directory cannot be written or has a path that
       checkpoints cannot have, another process uses it, it holds records of
-      something else, or a run with other settings. Settings
-      that change nothing in what was learned (rounds, evaluation, retention,
-      bounds, tracker, progress_timeout_s, decode_processes and backend of the
-      placement), or only rounding (its learner_processes), may differ.
+      something else, or a run with other settings. Settings that change
+      nothing in what was learned, or only rounding (learner_processes of the
+      placement, slots of the engine), may differ: see `_MAY_CHANGE`.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.
