@@ -34,7 +34,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from absl import app
 from absl import flags as absl_flags
 
-from launch.cli import config_file, flags, known_programs, steps, workdir
+from launch.cli import (
+  config_file,
+  flags,
+  known_programs,
+  output,
+  steps,
+  workdir,
+)
 from launch.report import comparison, frozen, run_files
 from launch.view import runs as view_runs
 from rl import experiment
@@ -126,7 +133,7 @@ def main() -> None:
     launcher = backend.open(root / "backend")
   every = _MEDIAN_EVERY.value
   rule = None if every is None else MedianRule(every, metric, less)
-  with lock, steps.Steps(sys.stderr) as shown:
+  with lock, output.dropping(), steps.Steps(sys.stderr) as shown:
     sweep = Sweep(
       runs, _PARALLEL.value, _ATTEMPTS.value, rule, launcher, shown.phase
     )
@@ -360,20 +367,15 @@ def _words(overrides: Mapping[str, str | None]) -> str:
 
 
 def _keep_failure(run: Run, code: int) -> None:
-  """Keeps why a run has failed in its directory, if that is its own."""
-  if code == _WRONG_SETTINGS:
-    # It has not claimed the directory: a run that is there is another one.
-    is_kept = not run_files.is_run(run.directory)
-  else:
-    is_kept = not workdir.failure(run.directory)
-  if is_kept:
+  """Keeps why a run has failed in its directory, unless that tells it."""
+  # With wrong settings it has claimed none: a run that is there is another.
+  is_told = code == _WRONG_SETTINGS or workdir.failure(run.directory)
+  if not (run_files.is_run(run.directory) and is_told):
     workdir.keep_failure(run.directory, run.why)
 
 
 def _tell(text: str) -> None:
-  """Prints a text; no run ends because nobody reads it."""
-  with contextlib.suppress(OSError):
-    log_line.tell(text, sys.stdout)
+  log_line.tell(text, sys.stdout)
 
 
 class MedianRule:
@@ -551,8 +553,7 @@ class Sweep:
   def _report_ended(self) -> None:
     total = len(self._runs)
     ended = total - len(self._waiting) - len(self._active)
-    with contextlib.suppress(OSError):
-      self._report(f"runs that have ended: {ended}/{total}")
+    self._report(f"runs that have ended: {ended}/{total}")
 
   def _measure(self, run: Run) -> None:
     """Stops a run that the rule finds wanting."""

@@ -143,7 +143,7 @@ def known_flags(module: str) -> set[str]:
     text = path.read_text()
     names |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', text))
     for package, imported in re.findall(
-      r"^from (launch[\w.]*) import (.+)$", text, re.MULTILINE
+      r"^from (launch[\w.]*) import (\([^)]*\)|.+)$", text, re.MULTILINE
     ):
       folder = ROOT.joinpath(*package.split("."))
       waiting += [folder / f"{n}.py" for n in re.findall(r"\w+", imported)]

@@ -1,6 +1,5 @@
 """launch.sweep: runs every variation in its own process and directory."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -152,9 +151,19 @@ def test_two_runs_of_the_same_settings_are_refused(tmp_path):
   assert not (tmp_path / "out").exists()
 
 
+def launch_unread(*command):
+  with (
+    open("/dev/full", "w") as full,
+    commands.start(*command, stderr=full) as process,
+  ):
+    out, _ = process.communicate()
+  return commands.Result(process.returncode, out, "")
+
+
 @pytest.mark.process
-def test_a_sweep_whose_runs_all_fail_at_once_has_failed(tmp_path):
-  result = sweep(tmp_path, [{"placement.platform": "tpu"}])
+@pytest.mark.parametrize("run", [commands.run, launch_unread])
+def test_a_sweep_whose_runs_all_fail_at_once_has_failed(tmp_path, run):
+  result = sweep(tmp_path, [{"placement.platform": "tpu"}], run)
   assert result.returncode == 1, result.stderr
   assert "run_000: failed with 2, see log.txt: " in result.stdout
   assert "error" not in result.stderr
@@ -360,28 +369,6 @@ def test_runs_save_before_an_error_ends_their_sweep(tmp_path):
   with pytest.raises(ArithmeticError, match="of the rule"):
     play(runs, 2, 1, Broken())
   assert all((run.directory / "saved").exists() for run in runs)
-
-
-@pytest.mark.process
-def test_no_run_ends_because_nobody_reads_what_the_sweep_tells(
-  tmp_path, monkeypatch
-):
-  def lost(*_):
-    raise BrokenPipeError
-
-  runs = scripted(tmp_path, FAILS_ONCE, "")
-  launcher = local.Local().open(pathlib.Path())
-  with open("/dev/full", "w") as full:
-    monkeypatch.setattr("sys.stdout", full)
-    sweep = sweep_lib.Sweep(runs, 1, 2, None, launcher, lost)
-    assert sweep.play() == 0
-    monkeypatch.undo()
-    with contextlib.suppress(OSError):
-      full.close()
-  assert [(run.failed, run.attempts) for run in runs] == [
-    (False, 2),
-    (False, 1),
-  ]
 
 
 TELLS_ITS_NUMBER = """
