@@ -14,8 +14,10 @@ PYTHONDONTWRITEBYTECODE keeps bytecode out of the checkout, it is cached beside
 the compiled programs, because dozens of processes import the project.
 """
 
+import asyncio
 import collections
 import gc
+import inspect
 import multiprocessing.process
 import os
 import pathlib
@@ -214,6 +216,22 @@ def pytest_runtest_call(item):
       did = {"process": "starts a process", "compiled": "runs an XLA program"}
       pytest.fail(f"it {did[level]}; mark it {level}", pytrace=False)
   return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+  """Runs a test that is `async`, in virtual time where it is marked so."""
+  if not inspect.iscoroutinefunction(pyfuncitem.obj):
+    return None
+  parameters = inspect.signature(pyfuncitem.obj).parameters
+  test = pyfuncitem.obj(**{x: pyfuncitem.funcargs[x] for x in parameters})
+  if pyfuncitem.get_closest_marker("virtual_time"):
+    from rl.runtime import virtual_clock
+
+    virtual_clock.run(test)
+  else:
+    asyncio.run(test)
+  return True
 
 
 @pytest.fixture(scope="module", autouse=True)

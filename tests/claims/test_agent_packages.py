@@ -1,6 +1,5 @@
 """Agents of other packages, unchanged, as processes: make agents."""
 
-import asyncio
 import dataclasses
 import pathlib
 
@@ -28,36 +27,34 @@ LIMITS = dataclasses.replace(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_an_agent_of_another_package_calls_its_tool_and_is_recorded(program):
+async def test_an_agent_of_another_package_calls_its_tool_and_is_recorded(
+  program,
+):
   python = HERE.parents[1] / PROGRAMS[program] / "bin" / "python"
   if not python.exists():
     pytest.skip("make agents installs it")
 
-  async def run():
-    asked = []
+  asked = []
 
-    def answer(request):
-      asked.append(request)
-      return HF.encode_answer("5" if len(asked) > 1 else CALL).tolist()
+  def answer(request):
+    asked.append(request)
+    return HF.encode_answer("5" if len(asked) > 1 else CALL).tolist()
 
-    served = scripted_engine.ScriptedEngine(answer)
-    served.capabilities = dataclasses.replace(
-      served.capabilities, constraints=True, vocab_size=HF.vocab_size
-    )
-    command = (str(python), str(HERE / "programs" / f"{program}.py"))
-    playing = players.player(
-      agents.OpenAI(command=command), served, limits=LIMITS
-    )
-    plays = agent_player.AgentPlayer(playing.router, HF, agent_server.listen)
-    playing = dataclasses.replace(playing, agents=plays, chat=HF)
-    try:
-      (played,) = (await players.begin(playing).run()).trajectories
-      await players.closed(playing)
-    finally:
-      await plays.close()
-    return played
-
-  played = asyncio.run(run())
+  served = scripted_engine.ScriptedEngine(answer)
+  served.capabilities = dataclasses.replace(
+    served.capabilities, constraints=True, vocab_size=HF.vocab_size
+  )
+  command = (str(python), str(HERE / "programs" / f"{program}.py"))
+  playing = players.player(
+    agents.OpenAI(command=command), served, limits=LIMITS
+  )
+  plays = agent_player.AgentPlayer(playing.router, HF, agent_server.listen)
+  playing = dataclasses.replace(playing, agents=plays, chat=HF)
+  try:
+    (played,) = (await players.begin(playing).run()).trajectories
+    await players.closed(playing)
+  finally:
+    await plays.close()
   assert (played.reward, played.fault) == (1.0, "")
   (one,) = played.conversations
   answers = [turn.tokens.tolist() for turn in one.turns]

@@ -119,7 +119,7 @@ def test_any_sharding_becomes_any_other_bit_by_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_of_a_model_with_adapters_only_those_are_cast_and_move(
+async def test_of_a_model_with_adapters_only_those_are_cast_and_move(
   make, log, model, expected, dtype
 ):
   params = jax.device_put(model)
@@ -128,14 +128,10 @@ def test_of_a_model_with_adapters_only_those_are_cast_and_move(
   adapters = lora.split(expected[dtype])[0]
   where = pool_shardings((1, 1, 1), dtype)
 
-  async def scenario():
-    served = scripted_engine.ScriptedEngine(lambda request: ())
-    publisher = make(where, dtype, served)
-    await publisher.publish(7, params, "drain")
-    await publisher.publish(8, after, "drain")
-    return served
-
-  served = asyncio.run(scenario())
+  served = scripted_engine.ScriptedEngine(lambda request: ())
+  publisher = make(where, dtype, served)
+  await publisher.publish(7, params, "drain")
+  await publisher.publish(8, after, "drain")
   sizes = [e["moved_bytes"] for e in log.events if e["kind"] == "staged"]
   assert sizes == [num_bytes(expected[dtype]), num_bytes(adapters)]
   # 8 bits leave adapters as they are: 4 bytes a number.

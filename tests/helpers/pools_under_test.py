@@ -7,7 +7,6 @@ import numpy as np
 from models.chat import word_chat
 from rl.engine import contract
 from rl.pools import affinity, router
-from rl.runtime import virtual_clock
 from rl.testing import scripted_engine
 
 
@@ -37,11 +36,6 @@ def pool(count=2, delay_s=0.0, *, log=None, routing=None, infos=None):
   settings = affinity.Routing(**(routing or {}))
   pooled = router.Router(engines, infos=infos, routing=settings, log=log)
   return pooled, engines
-
-
-def run(scenario):
-  """Runs on a virtual clock: what waits for itself raises Deadlock."""
-  return virtual_clock.run(scenario)
 
 
 async def begun(pooled, *args, **kwargs):

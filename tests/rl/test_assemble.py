@@ -23,7 +23,7 @@ from rl.engine.builtin import settings as engine_settings
 from rl.loop import progress, warm_start
 from rl.pools import placement, weight_transfer
 from rl.rollout import evaluate, group_rollout
-from rl.runtime import checksum, logical_clock, virtual_clock
+from rl.runtime import checksum, logical_clock
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import optimizers
@@ -294,16 +294,14 @@ def test_building_touches_no_more_devices_than_the_placement_names():
   asyncio.run(parts.close())
 
 
-def test_an_evaluation_ends_when_its_environments_are_closed():
-  async def run():
-    playing = players.player(fakes.Counting(fault="hang_close"))
-    outcome, _ = await evaluate.evaluate(
-      playing, episodes=3, temperature=0.0, success=1.0, seed=0
-    )
-    return outcome.success, asyncio.get_running_loop().time()
-
+@pytest.mark.virtual_time
+async def test_an_evaluation_ends_when_its_environments_are_closed():
+  playing = players.player(fakes.Counting(fault="hang_close"))
+  outcome, _ = await evaluate.evaluate(
+    playing, episodes=3, temperature=0.0, success=1.0, seed=0
+  )
   # Each has its deadline of 0.2 s to close; they close side by side.
-  assert virtual_clock.run(run()) == (1.0, 0.2)
+  assert (outcome.success, asyncio.get_running_loop().time()) == (1.0, 0.2)
 
 
 def test_evaluation_leaves_faults_out_of_its_share():

@@ -14,6 +14,8 @@ from tests.helpers import agents_under_test as agents
 from tests.helpers import players_under_test as players
 from tests.helpers import virtual_run
 
+pytestmark = pytest.mark.virtual_time
+
 GO, ON = agents.GO, agents.ON
 ONE = players.ONE
 
@@ -211,7 +213,7 @@ def test_an_agent_has_the_answers_tokens_and_temperature_of_the_run():
   assert "at most 11 tokens" in errors[0]
 
 
-def test_an_answer_that_was_asked_for_after_the_end_is_refused():
+async def test_an_answer_that_was_asked_for_after_the_end_is_refused():
   late = []
 
   async def leaves(server, endpoint, task):
@@ -229,18 +231,15 @@ def test_an_answer_that_was_asked_for_after_the_end_is_refused():
 
   keep = []
 
-  async def run():
-    group, *_ = await begin(leaves)
-    (played,) = (await group.run()).trajectories
-    await asyncio.gather(*keep)
-    return played
-
-  assert virtual_clock.run(run()).num_sampled == 2
+  group, *_ = await begin(leaves)
+  (played,) = (await group.run()).trajectories
+  await asyncio.gather(*keep)
+  assert played.num_sampled == 2
   assert late == ["FinishedSession"]
 
 
 @pytest.mark.parametrize("at_s", [1.5, 2.5], ids=["between", "in an answer"])
-def test_an_aborted_agent_keeps_every_token_that_was_sampled(at_s):
+async def test_an_aborted_agent_keeps_every_token_that_was_sampled(at_s):
   # One answer from 0 to 1 s, another from 2 to 5 s: its first id comes at once.
   async def play(server, endpoint, task):
     answer = await server.ask(endpoint, GO)
@@ -251,24 +250,21 @@ def test_an_aborted_agent_keeps_every_token_that_was_sampled(at_s):
 
   delays = iter([1.0, 3.0])
 
-  async def run():
-    served = players.engine(delay_s=lambda priority: next(delays))
-    limits = dataclasses.replace(ONE, step_s=60.0)
-    group, *_ = await begin(play, served, limits=limits)
-    playing = asyncio.create_task(group.run())
-    await asyncio.sleep(at_s)
-    group.abort("stale")
-    (played,) = (await playing).trajectories
-    sampled = served.stats().sampled_tokens
-    return played, sampled, asyncio.get_running_loop().time()
-
-  played, sampled, end_s = virtual_clock.run(run())
+  served = players.engine(delay_s=lambda priority: next(delays))
+  limits = dataclasses.replace(ONE, step_s=60.0)
+  group, *_ = await begin(play, served, limits=limits)
+  playing = asyncio.create_task(group.run())
+  await asyncio.sleep(at_s)
+  group.abort("stale")
+  (played,) = (await playing).trajectories
+  sampled = served.stats().sampled_tokens
+  end_s = asyncio.get_running_loop().time()
   assert played.status is trajectory.Status.STALE
   assert played.num_sampled == sampled == (2 if at_s < 2 else 3)
   assert end_s == pytest.approx(at_s)
 
 
-def test_an_engine_that_closes_is_no_fault_of_the_agent():
+async def test_an_engine_that_closes_is_no_fault_of_the_agent():
   served = players.engine()
 
   async def play(server, endpoint, task):
@@ -276,13 +272,10 @@ def test_an_engine_that_closes_is_no_fault_of_the_agent():
     await served.close()
     await server.ask(endpoint, GO)
 
-  async def run():
-    group, *_ = await begin(play, served)
-    with pytest.raises(ExceptionGroup) as caught:
-      await group.run()
-    assert caught.group_contains(contract.EngineClosed)
-
-  virtual_clock.run(run())
+  group, *_ = await begin(play, served)
+  with pytest.raises(ExceptionGroup) as caught:
+    await group.run()
+  assert caught.group_contains(contract.EngineClosed)
 
 
 @pytest.mark.parametrize("name", virtual_run.SCHEDULES)

@@ -252,16 +252,13 @@ def test_experts_and_listed_ids_are_cut_with_the_tokens():
   assert (cut.top.ids.tolist(), cut.top.logprobs.shape) == ([[0, 1]], (1, 2))
 
 
-def test_closing_early_aborts_the_request():
+async def test_closing_early_aborts_the_request():
   one = scripted_engine.ScriptedEngine(lambda request: [4] * 9)
 
-  async def scenario():
-    pieces = answer_stream.stream_answer(
-      one, request(), answer_stream.AnswerParser(HF)
-    )
-    await anext(pieces)
-    assert one.stats().running == 1
-    await pieces.aclose()
-    assert one.stats().running == 0
-
-  asyncio.run(scenario())
+  pieces = answer_stream.stream_answer(
+    one, request(), answer_stream.AnswerParser(HF)
+  )
+  await anext(pieces)
+  assert one.stats().running == 1
+  await pieces.aclose()
+  assert one.stats().running == 0

@@ -19,6 +19,8 @@ from tests.helpers import players_under_test as players
 from tests.helpers import pools_under_test as pools
 from tests.helpers import virtual_run
 
+pytestmark = pytest.mark.virtual_time
+
 INFO = placement.EngineInfo()
 TIMES = 200
 
@@ -194,121 +196,107 @@ class Pool:
     await self.router.flush_cache()
 
 
-def test_the_last_engine_serves_until_another_has_joined():
-  async def scenario():
-    pool = Pool()
-    leaving = asyncio.create_task(pool.members.leave(0))
-    await asyncio.sleep(5.0)
-    number, versions = await pools.episode(pool.router, "a")
-    assert number == 0
-    assert versions
-    assert not leaving.done()
-    await pool.join()
-    await leaving
-    assert (await pools.episode(pool.router, "b"))[0] == 1
-    with pytest.raises(contract.EngineClosed):
-      await pool.engines[0].checksum()
-    return story(pool.log), pool.told
-
-  events, told = pools.run(scenario())
+async def test_the_last_engine_serves_until_another_has_joined():
+  pool = Pool()
+  leaving = asyncio.create_task(pool.members.leave(0))
+  await asyncio.sleep(5.0)
+  number, versions = await pools.episode(pool.router, "a")
+  assert number == 0
+  assert versions
+  assert not leaving.done()
+  await pool.join()
+  await leaving
+  assert (await pools.episode(pool.router, "b"))[0] == 1
+  with pytest.raises(contract.EngineClosed):
+    await pool.engines[0].checksum()
+  events = story(pool.log)
   assert events == [("leaving", 0), ("joined", 1), ("left", 0)]
-  assert told == [
+  assert pool.told == [
     "engine 0 is to leave: it gets no new session while another engine serves",
     "engine 1 has joined pool decode, with version 0",
     "engine 0 has left",
   ]
 
 
-def test_a_session_moves_between_two_requests_and_an_answer_is_finished():
-  async def scenario():
-    pool = Pool()
-    await pool.join()
-    # One that is asked, and one that thinks.
-    assert await pool.router.begin("a", "") == 0
-    assert await pool.router.begin("b", "") == 1
-    answer = await pools.begun(pool.router, "a/0", "a")
-    leaving = asyncio.create_task(pool.members.leave(0))
-    await asyncio.sleep(0.5)
-    assert not leaving.done()
-    assert await pool.router.begin("c", "") == 1
-    assert len((await answer).tokens) == 2
-    await leaving
-    await pool.router.generate(pools.request("a/1", "a"))
-    return story(pool.log), list(event_log.of_kind(pool.log.events, "moved"))
-
-  events, moved = pools.run(scenario())
+async def test_a_session_moves_between_two_requests_and_an_answer_is_finished():
+  pool = Pool()
+  await pool.join()
+  # One that is asked, and one that thinks.
+  assert await pool.router.begin("a", "") == 0
+  assert await pool.router.begin("b", "") == 1
+  answer = await pools.begun(pool.router, "a/0", "a")
+  leaving = asyncio.create_task(pool.members.leave(0))
+  await asyncio.sleep(0.5)
+  assert not leaving.done()
+  assert await pool.router.begin("c", "") == 1
+  assert len((await answer).tokens) == 2
+  await leaving
+  await pool.router.generate(pools.request("a/1", "a"))
+  events = story(pool.log)
+  moved = list(event_log.of_kind(pool.log.events, "moved"))
   assert events == [("joined", 1), ("leaving", 0), ("left", 0)]
   assert [(e["session"], e["engine"]) for e in moved] == [("a", 1)]
 
 
-def test_where_engines_drain_the_sessions_end_first():
-  async def scenario():
-    pool = Pool()
-    await pool.join()
-    await pool.publisher.publish(1, None, "drain")
-    playing = asyncio.create_task(pools.episode(pool.router, "a", turns=3))
-    await asyncio.sleep(0.1)
-    await pool.members.leave(0)
-    assert playing.done()
-    return playing.result(), list(event_log.of_kind(pool.log.events, "moved"))
-
-  (number, versions), moved = pools.run(scenario())
+async def test_where_engines_drain_the_sessions_end_first():
+  pool = Pool()
+  await pool.join()
+  await pool.publisher.publish(1, None, "drain")
+  playing = asyncio.create_task(pools.episode(pool.router, "a", turns=3))
+  await asyncio.sleep(0.1)
+  await pool.members.leave(0)
+  assert playing.done()
+  (number, versions) = playing.result()
+  moved = list(event_log.of_kind(pool.log.events, "moved"))
   assert (number, set(versions), moved) == (0, {1}, [])
 
 
-def test_one_that_joins_in_a_publish_serves_what_is_published():
-  async def scenario(wait_s):
-    pool = Pool()
-    pool.members.join(lambda number: starting(), INFO)
-    await asyncio.sleep(wait_s)
-    await pool.publisher.publish(1, None, "recompute")
-    await asyncio.sleep(10.0)
-    (joined,) = event_log.of_kind(pool.log.events, "engine_joined")
-    versions = [one.stats().version for one in pool.router.engines]
-    return joined["version"], versions
-
-  # It joins after 1 + 2 s; the copies of the publish take 1 s.
-  seen = {wait_s: pools.run(scenario(wait_s)) for wait_s in (0.5, 1.9, 2.5)}
-  assert {tuple(versions) for _, versions in seen.values()} == {(1, 1)}
-  assert [version for version, _ in seen.values()] == [1, 1, 0]
+# It joins after 1 + 2 s; the copies of the publish take 1 s.
+@pytest.mark.parametrize(("wait_s", "version"), [(0.5, 1), (1.9, 1), (2.5, 0)])
+async def test_one_that_joins_in_a_publish_serves_what_is_published(
+  wait_s, version
+):
+  pool = Pool()
+  pool.members.join(lambda number: starting(), INFO)
+  await asyncio.sleep(wait_s)
+  await pool.publisher.publish(1, None, "recompute")
+  await asyncio.sleep(10.0)
+  (joined,) = event_log.of_kind(pool.log.events, "engine_joined")
+  assert joined["version"] == version
+  assert [one.stats().version for one in pool.router.engines] == [1, 1]
 
 
-def test_a_publish_asks_nothing_of_an_engine_that_is_still_starting():
-  async def scenario():
-    pool = Pool()
-    pool.members.join(lambda number: starting(start_s=10.0), INFO)
-    await asyncio.sleep(2.0)
-    # Its weights are compared, and it has none.
-    stall_s = await pool.publisher.publish(1, None, "recompute")
-    assert pool.router.serving == [0]
-    await asyncio.sleep(15.0)
-    await pool.publisher.publish(2, None, "recompute")
-    return stall_s, [one.stats().version for one in pool.router.engines]
-
-  assert pools.run(scenario()) == (0.0, [2, 2])
+async def test_a_publish_asks_nothing_of_an_engine_that_is_still_starting():
+  pool = Pool()
+  pool.members.join(lambda number: starting(start_s=10.0), INFO)
+  await asyncio.sleep(2.0)
+  # Its weights are compared, and it has none.
+  stall_s = await pool.publisher.publish(1, None, "recompute")
+  assert pool.router.serving == [0]
+  await asyncio.sleep(15.0)
+  await pool.publisher.publish(2, None, "recompute")
+  found = stall_s, [one.stats().version for one in pool.router.engines]
+  assert found == (0.0, [2, 2])
 
 
-def test_a_guest_that_is_lost_has_left_and_its_sessions_move():
-  async def scenario():
-    pool = Pool()
-    number = await pool.join()
-    assert await pool.router.begin("a", "") == 0
-    assert await pool.router.begin("b", "") == number
+async def test_a_guest_that_is_lost_has_left_and_its_sessions_move():
+  pool = Pool()
+  number = await pool.join()
+  assert await pool.router.begin("a", "") == 0
+  assert await pool.router.begin("b", "") == number
+  await pool.lose(number)
+  await pool.router.generate(pools.request("b/0", "b"))
+  assert pool.router.describe()["engines_lost"] == 0
+  assert pool.members.describe()["engines_left"] == 1
+  # The last one ends it all, as nobody could start it again.
+  number = await pool.join()
+  await pool.lose(0)
+  with pytest.raises(
+    contract.EngineClosed,
+    match="all 3 engines have stopped, engine 2 because",
+  ):
     await pool.lose(number)
-    await pool.router.generate(pools.request("b/0", "b"))
-    assert pool.router.describe()["engines_lost"] == 0
-    assert pool.members.describe()["engines_left"] == 1
-    # The last one ends it all, as nobody could start it again.
-    number = await pool.join()
-    await pool.lose(0)
-    with pytest.raises(
-      contract.EngineClosed,
-      match="all 3 engines have stopped, engine 2 because",
-    ):
-      await pool.lose(number)
-    return story(pool.log)
-
-  assert pools.run(scenario()) == [
+  assert story(pool.log) == [
     ("joined", 1),
     ("lost", 1),
     ("left", 1),
@@ -329,19 +317,17 @@ def test_a_guest_that_is_lost_has_left_and_its_sessions_move():
     ),
   ],
 )
-def test_an_engine_that_does_not_start_has_never_been_there(kind, why):
-  async def scenario():
-    pool = Pool()
-    engine = starting(kind)
-    await pool.join(engine)
-    await asyncio.sleep(20.0)
-    assert engine._closed
-    assert await pool.join() == 2
-    return story(pool.log), pool.told, pool.members.describe()
-
-  events, told, counts = pools.run(scenario())
+async def test_an_engine_that_does_not_start_has_never_been_there(kind, why):
+  pool = Pool()
+  engine = starting(kind)
+  await pool.join(engine)
+  await asyncio.sleep(20.0)
+  assert engine._closed
+  assert await pool.join() == 2
+  events = story(pool.log)
+  counts = pool.members.describe()
   assert events == [("joined", 2)]
-  assert told[0] == f"engine 1 could not join pool decode: {why}"
+  assert pool.told[0] == f"engine 1 could not join pool decode: {why}"
   assert counts == {"engines_joined": 1.0, "engines_left": 0.0}
 
 
@@ -357,23 +343,21 @@ class Told(scripted_engine.ScriptedEngine):
     self._check_open()
 
 
-def test_an_engine_that_is_told_to_leave_does():
-  async def scenario():
-    pool = Pool()
-    engine = starting(Told)
-    number = await pool.join(engine)
-    engine.word.set()
-    await asyncio.sleep(0.1)
-    assert engine._closed
-    assert number not in pool.router.serving
-    # One that is closed before it is told leaves nothing behind.
-    engine = starting(Told)
-    await pool.lose(await pool.join(engine))
-    engine.word.set()
-    await asyncio.sleep(0.1)
-    return story(pool.log), pool.members._tasks
-
-  events, tasks = pools.run(scenario())
+async def test_an_engine_that_is_told_to_leave_does():
+  pool = Pool()
+  engine = starting(Told)
+  number = await pool.join(engine)
+  engine.word.set()
+  await asyncio.sleep(0.1)
+  assert engine._closed
+  assert number not in pool.router.serving
+  # One that is closed before it is told leaves nothing behind.
+  engine = starting(Told)
+  await pool.lose(await pool.join(engine))
+  engine.word.set()
+  await asyncio.sleep(0.1)
+  events = story(pool.log)
+  tasks = pool.members._tasks
   assert events == [
     ("joined", 1),
     ("leaving", 1),
@@ -386,38 +370,34 @@ def test_an_engine_that_is_told_to_leave_does():
 
 
 @pytest.mark.parametrize("after_s", [0.5, 1.5], ids=["copy", "start"])
-def test_closing_in_a_join_leaves_no_task_and_no_engine(after_s):
-  async def scenario():
-    pool = Pool()
-    engine = starting()
-    pool.members.join(lambda number: engine, INFO)
-    await asyncio.sleep(after_s)
-    await pool.members.close()
-    with pytest.raises(ValueError, match="about to end"):
-      pool.members.join(lambda number: starting(), INFO)
-    await pool.router.close()
-    assert engine._closed
-    return asyncio.all_tasks() - {asyncio.current_task()}
-
-  assert pools.run(scenario()) == set()
+async def test_closing_in_a_join_leaves_no_task_and_no_engine(after_s):
+  pool = Pool()
+  engine = starting()
+  pool.members.join(lambda number: engine, INFO)
+  await asyncio.sleep(after_s)
+  await pool.members.close()
+  with pytest.raises(ValueError, match="about to end"):
+    pool.members.join(lambda number: starting(), INFO)
+  await pool.router.close()
+  assert engine._closed
+  assert asyncio.all_tasks() - {asyncio.current_task()} == set()
 
 
-def test_what_is_preferred_may_join_and_leave():
-  async def scenario():
-    fast = placement.EngineInfo("fast", "compute")
-    wide = placement.EngineInfo("wide", "bandwidth")
-    pool = Pool(infos=[fast], routing={"prefer": {"math": "fast"}})
-    number = await pool.join(info=wide)
-    # All that is there before the last engine of its pool leaves.
-    assert await pool.router.begin("a", "math") == 0
-    pool.router.end("a")
-    await pool.members.leave(0)
-    assert await pool.router.begin("b", "math") == number
-    assert await pool.join(info=fast) == 2
-    assert await pool.router.begin("c", "math") == 2
-    return pool.router.describe(), pool.router.roll(), pool.log.events
-
-  described, roll, events = pools.run(scenario())
+async def test_what_is_preferred_may_join_and_leave():
+  fast = placement.EngineInfo("fast", "compute")
+  wide = placement.EngineInfo("wide", "bandwidth")
+  pool = Pool(infos=[fast], routing={"prefer": {"math": "fast"}})
+  number = await pool.join(info=wide)
+  # All that is there before the last engine of its pool leaves.
+  assert await pool.router.begin("a", "math") == 0
+  pool.router.end("a")
+  await pool.members.leave(0)
+  assert await pool.router.begin("b", "math") == number
+  assert await pool.join(info=fast) == 2
+  assert await pool.router.begin("c", "math") == 2
+  described = pool.router.describe()
+  roll = pool.router.roll()
+  events = pool.log.events
   assert described["route_fallbacks"] == described["route_returns"] == 1.0
   assert roll == [
     "engine 1 (wide): open, 1 sessions, version 0",

@@ -8,23 +8,23 @@ import pytest
 from rl.pools import pool_stats
 from tests.helpers import pools_under_test as pools
 
+pytestmark = pytest.mark.virtual_time
 
-def test_counters_are_sums_and_the_version_is_the_lowest_that_serves():
-  async def scenario():
-    engines = [
-      pools.engine(delay_s=1.0, update_s=update_s) for update_s in (2.0, 0.0)
-    ]
-    for name in "ab":
-      await engines[0].generate(pools.request(name))
-    third = asyncio.create_task(engines[1].generate(pools.request("c")))
-    await asyncio.sleep(0.5)
-    await engines[0].update_weights(3, None)
-    await engines[1].update_weights(1, None)
-    each = [pool_stats.stats(engines, some) for some in ([0, 1], [0], [])]
-    await third
-    return each
 
-  both, first, none = pools.run(scenario())
+async def test_counters_are_sums_and_the_version_is_the_lowest_that_serves():
+  engines = [
+    pools.engine(delay_s=1.0, update_s=update_s) for update_s in (2.0, 0.0)
+  ]
+  for name in "ab":
+    await engines[0].generate(pools.request(name))
+  third = asyncio.create_task(engines[1].generate(pools.request("c")))
+  await asyncio.sleep(0.5)
+  await engines[0].update_weights(3, None)
+  await engines[1].update_weights(1, None)
+  both, first, none = (
+    pool_stats.stats(engines, some) for some in ([0, 1], [0], [])
+  )
+  await third
   assert [both.version, first.version, none.version] == [1, 3, 1]
   assert (both.running, both.waiting) == (0, 0)
   # Three answers of two tokens to requests of two ids.

@@ -21,6 +21,8 @@ from tests.helpers import players_under_test as players
 from tests.helpers import pools_under_test as pools
 from tests.helpers import virtual_run
 
+pytestmark = pytest.mark.virtual_time
+
 QUICK = recovery.Recovery(first_wait_s=1.0, start_s=20.0)
 """Waits of 1, 2 and 4 s before the restarts."""
 
@@ -266,43 +268,36 @@ class Pool:
     await self.router.flush_cache()
 
 
-def test_a_domain_returns_to_its_pool_once_its_engine_is_back():
-  async def scenario():
-    fast = placement.EngineInfo("fast", "compute")
-    wide = placement.EngineInfo("wide", "bandwidth")
-    pool = Pool(
-      infos=[fast, wide], routing={"prefer": {"math": "wide"}}
-    ).start()
-    assert await pool.router.begin("a", "math") == 1
-    await pool.lose(1)
-    assert await pool.router.begin("b", "math") == 0
-    await asyncio.sleep(3.9)
-    assert pool.router.lost(1)
-    await asyncio.sleep(0.2)
-    # Also the session that has lost its engine and asked for nothing since.
-    assert await pool.router.begin("c", "math") == 1
-    await pool.router.generate(pools.request("a/0", "a"))
-    assert pool.router.engines[1].stats().sampled_tokens
-    return pool.router.describe()
-
-  described = pools.run(scenario())
+async def test_a_domain_returns_to_its_pool_once_its_engine_is_back():
+  fast = placement.EngineInfo("fast", "compute")
+  wide = placement.EngineInfo("wide", "bandwidth")
+  pool = Pool(infos=[fast, wide], routing={"prefer": {"math": "wide"}}).start()
+  assert await pool.router.begin("a", "math") == 1
+  await pool.lose(1)
+  assert await pool.router.begin("b", "math") == 0
+  await asyncio.sleep(3.9)
+  assert pool.router.lost(1)
+  await asyncio.sleep(0.2)
+  # Also the session that has lost its engine and asked for nothing since.
+  assert await pool.router.begin("c", "math") == 1
+  await pool.router.generate(pools.request("a/0", "a"))
+  assert pool.router.engines[1].stats().sampled_tokens
+  described = pool.router.describe()
   assert described["route_fallbacks"] == 1.0
   assert described["route_returns"] == 1.0
   assert described["engines_lost"] == 0.0
 
 
-def test_weights_that_are_published_while_an_engine_starts_come_first():
-  async def scenario():
-    pool = Pool(build=lambda: starting(start_s=10.0)).start()
-    await pool.lose(1)
-    await asyncio.sleep(3.0)
-    await pool.publisher.publish(1, None, "drain")
-    await pool.publisher.publish(2, None, "drain")
-    assert pool.router.lost(1)
-    await asyncio.sleep(12.0)
-    return [x.stats().version for x in pool.router.engines], pool.log.events
-
-  versions, events = pools.run(scenario())
+async def test_weights_that_are_published_while_an_engine_starts_come_first():
+  pool = Pool(build=lambda: starting(start_s=10.0)).start()
+  await pool.lose(1)
+  await asyncio.sleep(3.0)
+  await pool.publisher.publish(1, None, "drain")
+  await pool.publisher.publish(2, None, "drain")
+  assert pool.router.lost(1)
+  await asyncio.sleep(12.0)
+  versions = [x.stats().version for x in pool.router.engines]
+  events = pool.log.events
   assert versions == [2, 2]
   (back,) = event_log.of_kind(events, "engine_back")
   assert back["version"] == 2
@@ -310,19 +305,17 @@ def test_weights_that_are_published_while_an_engine_starts_come_first():
   assert {event["engine"] for event in switched} == {0}
 
 
-def test_an_engine_that_is_back_before_the_copies_are_made_switches_as_well():
-  async def scenario():
-    # It is back 1 + 1 + 2 s after its loss, the first copy 3.5 + 1 s after it.
-    pool = Pool().start()
-    await pool.lose(1)
-    await asyncio.sleep(3.5)
-    publish = asyncio.ensure_future(pool.publisher.publish(1, None, "drain"))
-    await asyncio.sleep(0.25)
-    assert pool.router.lost(1)
-    await publish
-    return [x.stats().version for x in pool.router.engines], pool.log.events
-
-  versions, events = pools.run(scenario())
+async def test_an_engine_back_before_the_copies_are_made_switches_as_well():
+  # It is back 1 + 1 + 2 s after its loss, the first copy 3.5 + 1 s after it.
+  pool = Pool().start()
+  await pool.lose(1)
+  await asyncio.sleep(3.5)
+  publish = asyncio.ensure_future(pool.publisher.publish(1, None, "drain"))
+  await asyncio.sleep(0.25)
+  assert pool.router.lost(1)
+  await publish
+  versions = [x.stats().version for x in pool.router.engines]
+  events = pool.log.events
   assert versions == [1, 1]
   story = [
     (event["kind"], event.get("engine"), event.get("version"))
@@ -340,89 +333,78 @@ def test_an_engine_that_is_back_before_the_copies_are_made_switches_as_well():
 
 
 @pytest.mark.parametrize("place_s", [0.0, 60.0])
-def test_a_restart_waits_for_a_place_as_the_first_start_does(place_s):
-  async def scenario():
-    # It is ready after 50 s, most of them in the queue of a cluster.
-    slow = functools.partial(starting, start_s=50.0)
-    settings = dataclasses.replace(QUICK, attempts=2)
-    pool = Pool(settings, build=slow, place_s=place_s).start()
-    await pool.lose(0)
-    pool.router._lose(0, "its host is gone")
-    await asyncio.sleep(90)
-    return pool.restarts.restarts, pool.restarts.given_up
-
-  assert pools.run(scenario()) == (1, int(not place_s))
+async def test_a_restart_waits_for_a_place_as_the_first_start_does(place_s):
+  # It is ready after 50 s, most of them in the queue of a cluster.
+  slow = functools.partial(starting, start_s=50.0)
+  settings = dataclasses.replace(QUICK, attempts=2)
+  pool = Pool(settings, build=slow, place_s=place_s).start()
+  await pool.lose(0)
+  pool.router._lose(0, "its host is gone")
+  await asyncio.sleep(90)
+  found = pool.restarts.restarts, pool.restarts.given_up
+  assert found == (1, int(not place_s))
 
 
-def test_an_engine_that_is_given_up_at_once_is_closed():
-  async def scenario():
-    pool = Pool(recovery.Recovery(attempts=1)).start()
-    (lost, _), ended = pool.engines, []
+async def test_an_engine_that_is_given_up_at_once_is_closed():
+  pool = Pool(recovery.Recovery(attempts=1)).start()
+  (lost, _), ended = pool.engines, []
 
-    async def close():
-      ended.append(lost)
+  async def close():
+    ended.append(lost)
 
-    lost.close = close
-    pool.router._lose(0, "it is silent")
-    await asyncio.sleep(1)
-    return ended == [lost], pool.restarts.given_up
-
-  assert pools.run(scenario()) == (True, 1)
+  lost.close = close
+  pool.router._lose(0, "it is silent")
+  await asyncio.sleep(1)
+  assert (ended == [lost], pool.restarts.given_up) == (True, 1)
 
 
 @pytest.mark.parametrize(
   "after_s", [0.5, 1.5, 3.0], ids=["wait", "copy", "start"]
 )
-def test_closing_in_a_restart_leaves_no_task_and_no_engine(after_s):
+async def test_closing_in_a_restart_leaves_no_task_and_no_engine(after_s):
   built = []
 
   def build():
     built.append(starting())
     return built[-1]
 
-  async def scenario():
-    pool = Pool(build=build, count=1).start()
-    await pool.router.engines[0].close()
-    waiting = asyncio.create_task(pool.router.generate(pools.request("r")))
-    await asyncio.sleep(after_s)
-    assert not waiting.done()
-    await pool.restarts.close()
-    await pool.router.close()
-    with pytest.raises(contract.EngineClosed, match="the pool was closed"):
-      await waiting
-    return asyncio.all_tasks() - {asyncio.current_task()}
-
-  assert pools.run(scenario()) == set()
+  pool = Pool(build=build, count=1).start()
+  await pool.router.engines[0].close()
+  waiting = asyncio.create_task(pool.router.generate(pools.request("r")))
+  await asyncio.sleep(after_s)
+  assert not waiting.done()
+  await pool.restarts.close()
+  await pool.router.close()
+  with pytest.raises(contract.EngineClosed, match="the pool was closed"):
+    await waiting
+  assert asyncio.all_tasks() - {asyncio.current_task()} == set()
   assert len(built) == (after_s > 1)
   assert all(engine._closed for engine in built)
 
 
-def test_an_engine_that_has_served_long_has_all_its_attempts_again():
-  async def scenario(steady_s):
-    pool = Pool(dataclasses.replace(QUICK, steady_s=steady_s)).start()
-    for _ in range(5):
-      await pool.lose(1)
-      await asyncio.sleep(100.0)
-    return [
-      event["attempt"]
-      for event in event_log.of_kind(pool.log.events, "engine_restarting")
-    ]
-
-  assert pools.run(scenario(90.0)) == [1] * 5
+@pytest.mark.parametrize(
+  ("steady_s", "attempts"),
   # A fifth loss of an engine that is given up is none.
-  assert pools.run(scenario(math.inf)) == [1, 2, 3]
-
-
-def test_who_waits_for_what_is_in_the_table_of_waits():
-  async def scenario():
-    watchdog = watchdog_lib.Watchdog(clock=asyncio.get_running_loop().time)
-    pool = Pool(watchdog=watchdog).start()
+  [(90.0, [1] * 5), (math.inf, [1, 2, 3])],
+)
+async def test_an_engine_that_has_served_long_has_all_its_attempts_again(
+  steady_s, attempts
+):
+  pool = Pool(dataclasses.replace(QUICK, steady_s=steady_s)).start()
+  for _ in range(5):
     await pool.lose(1)
-    await asyncio.sleep(0.5)
-    return watchdog.dump()
+    await asyncio.sleep(100.0)
+  restarts = event_log.of_kind(pool.log.events, "engine_restarting")
+  assert [event["attempt"] for event in restarts] == attempts
 
+
+async def test_who_waits_for_what_is_in_the_table_of_waits():
+  watchdog = watchdog_lib.Watchdog(clock=asyncio.get_running_loop().time)
+  pool = Pool(watchdog=watchdog).start()
+  await pool.lose(1)
+  await asyncio.sleep(0.5)
   # 1 s of wait and 20 s to start.
-  assert "engine 1  restart 1 of 3   0.5 s    21.0 s" in pools.run(scenario())
+  assert "engine 1  restart 1 of 3   0.5 s    21.0 s" in watchdog.dump()
 
 
 @pytest.mark.parametrize(

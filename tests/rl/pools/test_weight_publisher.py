@@ -159,19 +159,15 @@ def test_an_engine_that_is_lost_while_it_stages_takes_no_part(
   assert [event["engine"] for event in staged(log)] == [1]
 
 
-def test_every_copy_is_made_before_the_engines_take_theirs(
+async def test_every_copy_is_made_before_the_engines_take_theirs(
   make, log, spans, meshes
 ):
   params = {"w": jax.device_put(jnp.arange(4.0), replicated(meshes[0]))}
   where = {"w": jax.sharding.NamedSharding(meshes[1], jax.P("data"))}
   story = []
 
-  async def scenario():
-    engines = [Recorded(name, story) for name in "ab"]
-    await make(engines, where).publish(VERSION, params, "keep_kv")
-    return engines
-
-  engines = asyncio.run(scenario())
+  engines = [Recorded(name, story) for name in "ab"]
+  await make(engines, where).publish(VERSION, params, "keep_kv")
   assert story == [("a", 7, "keep_kv"), ("b", 7, "keep_kv")]
   # They switch side by side, when both copies are there.
   told = [(e["kind"], e.get("engine"), e["version"]) for e in log.events]
@@ -191,67 +187,58 @@ def test_every_copy_is_made_before_the_engines_take_theirs(
     np.testing.assert_array_equal(engine.params["w"], [0, 1, 2, 3])
 
 
-def test_the_stall_is_that_of_the_engine_that_stood_longest(
+async def test_the_stall_is_that_of_the_engine_that_stood_longest(
   make, params, where
 ):
 
-  async def scenario():
-    engines = [Recorded(update_s=s) for s in (0.0, 0.06, 0.03)]
-    publisher = make(engines, where)
-    stalls = [await publisher.publish(n, params, "recompute") for n in (1, 2)]
-    return stalls, [engine.stats().paused_s for engine in engines]
-
-  stalls, stood = asyncio.run(scenario())
+  engines = [Recorded(update_s=s) for s in (0.0, 0.06, 0.03)]
+  publisher = make(engines, where)
+  stalls = [await publisher.publish(n, params, "recompute") for n in (1, 2)]
+  stood = [engine.stats().paused_s for engine in engines]
   # Each is of its own publish; side by side they are no longer than the one.
   assert sum(stalls) == pytest.approx(stood[1])
   assert all(stall_s > 0.05 for stall_s in stalls)
 
 
-def test_decoding_goes_on_while_the_copy_is_made(
+async def test_decoding_goes_on_while_the_copy_is_made(
   make, copier, log, params, where
 ):
   story = []
 
-  async def scenario():
-    publisher = make([Recorded("a", story)], where)
-    go = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    wait = asyncio.run_coroutine_threadsafe
-    busy = asyncio.create_task(
-      copier.run(
-        "copy", lambda: wait(go.wait(), loop).result(machine_speed.scaled(10))
-      )
+  publisher = make([Recorded("a", story)], where)
+  go = asyncio.Event()
+  loop = asyncio.get_running_loop()
+  wait = asyncio.run_coroutine_threadsafe
+  busy = asyncio.create_task(
+    copier.run(
+      "copy", lambda: wait(go.wait(), loop).result(machine_speed.scaled(10))
     )
-    publish = asyncio.create_task(publisher.publish(VERSION, params, "drain"))
-    await asyncio.sleep(0.02)
-    assert story == []
-    assert [e["kind"] for e in log.events] == ["publish_start"]
-    go.set()
-    await asyncio.gather(busy, publish)
-
-  asyncio.run(scenario())
+  )
+  publish = asyncio.create_task(publisher.publish(VERSION, params, "drain"))
+  await asyncio.sleep(0.02)
+  assert story == []
+  assert [e["kind"] for e in log.events] == ["publish_start"]
+  go.set()
+  await asyncio.gather(busy, publish)
   assert len(story) == 1
 
 
-def test_an_engine_that_fails_propagates_and_says_who_serves_what(
+async def test_an_engine_that_fails_propagates_and_says_who_serves_what(
   make, log, params, where
 ):
 
-  async def scenario():
-    faults = [None, ValueError("another model's"), None]
-    engines = [Recorded(fault=fault) for fault in faults]
-    engines[2]._update_s = 30.0
-    publisher = make(engines, where)
-    with pytest.raises(ValueError, match="another model's") as caught:
-      await publisher.publish(VERSION, params, "recompute")
-    # The last one was still at it, and was cancelled.
-    assert [engine.version for engine in engines] == [7, 0, 0]
-    engines[1].fault, engines[2]._update_s = None, 0.0
-    await publisher.publish(8, params, "recompute")
-    assert [engine.version for engine in engines] == [8, 8, 8]
-    return caught.value.__notes__
-
-  assert asyncio.run(scenario()) == [
+  faults = [None, ValueError("another model's"), None]
+  engines = [Recorded(fault=fault) for fault in faults]
+  engines[2]._update_s = 30.0
+  publisher = make(engines, where)
+  with pytest.raises(ValueError, match="another model's") as caught:
+    await publisher.publish(VERSION, params, "recompute")
+  # The last one was still at it, and was cancelled.
+  assert [engine.version for engine in engines] == [7, 0, 0]
+  engines[1].fault, engines[2]._update_s = None, 0.0
+  await publisher.publish(8, params, "recompute")
+  assert [engine.version for engine in engines] == [8, 8, 8]
+  assert caught.value.__notes__ == [
     "publishing version 7: engines [0] serve it, [1, 2] do not"
   ]
   switched = event_log.of_kind(log.events, "switched")
@@ -320,19 +307,14 @@ def test_a_copy_of_the_same_sharding_shares_no_buffer(thread, where):
   assert not buffers(params) & buffers(copy)
 
 
-def test_only_what_is_another_array_moves_again(
+async def test_only_what_is_another_array_moves_again(
   make, log, spans, params, where
 ):
   second = params | {"adapter": params["adapter"] + 1}
-
-  async def scenario():
-    engine = Recorded()
-    publisher = make([engine], where)
-    start = await publisher.place(params)
-    await publisher.publish(VERSION, second, "drain")
-    return start, engine
-
-  (copy, moved), engine = asyncio.run(scenario())
+  engine = Recorded()
+  publisher = make([engine], where)
+  copy, moved = await publisher.place(params)
+  await publisher.publish(VERSION, second, "drain")
   # 103 numbers of 4 bytes, and then 3 of them.
   assert moved == 412
   assert [e["moved_bytes"] for e in staged(log)] == [12]
@@ -358,19 +340,16 @@ def test_neither_old_parameters_nor_old_copies_are_kept(
 
 
 @pytest.mark.parametrize("dtype", ["same", "int8"])
-def test_a_copy_that_the_engine_dropped_is_made_again(
+async def test_a_copy_that_the_engine_dropped_is_made_again(
   make, thread, copier, meshes, where, dtype
 ):
   params = {"embed": jax.device_put(jnp.eye(4), replicated(meshes[0]))}
 
-  async def scenario():
-    publisher = make([Recorded()], where, dtype=dtype)
-    await publisher.place(params)
-    for one in (thread, copier):
-      await one.run("another job", int)
-    return await publisher.place(params)
-
-  copy, moved = asyncio.run(scenario())
+  publisher = make([Recorded()], where, dtype=dtype)
+  await publisher.place(params)
+  for one in (thread, copier):
+    await one.run("another job", int)
+  copy, moved = await publisher.place(params)
   # Of int8 16 values and 4 scales.
   assert moved == (64 if dtype == "same" else 16 + 4 * 4)
   back = quantize.dequantize(copy, jnp.float32)
@@ -378,35 +357,32 @@ def test_a_copy_that_the_engine_dropped_is_made_again(
 
 
 @pytest.mark.parametrize("dtype", get_args(weight_transfer.Dtype))
-def test_engines_tell_the_checksum_of_what_the_learner_sent(
+async def test_engines_tell_the_checksum_of_what_the_learner_sent(
   make, params, where, spans, dtype
 ):
   params["embed"] = jax.device_put(jnp.eye(4), params["base"].sharding)
 
-  async def scenario():
-    engines = [Recorded(), Recorded()]
-    publisher = make(engines, where, dtype=dtype, verify=True)
-    await publisher.publish(VERSION, params, "drain")
-    after = params | {"adapter": params["adapter"] + 1}
-    first = len(spans.spans)
-    await publisher.publish(8, after, "drain")
-    assert [span.name for span in spans.spans[first:]].count("checksum") == 1
-    return [await engine.checksum() for engine in engines], after
-
-  told, after = asyncio.run(scenario())
+  engines = [Recorded(), Recorded()]
+  publisher = make(engines, where, dtype=dtype, verify=True)
+  await publisher.publish(VERSION, params, "drain")
+  after = params | {"adapter": params["adapter"] + 1}
+  first = len(spans.spans)
+  await publisher.publish(8, after, "drain")
+  assert [span.name for span in spans.spans[first:]].count("checksum") == 1
+  told = [await engine.checksum() for engine in engines]
   assert told == [(8, checksum.of(weight_transfer.cast(after, dtype)))] * 2
 
 
-def test_an_engine_that_serves_other_weights_is_named(make, params, where, log):
+async def test_an_engine_that_serves_other_weights_is_named(
+  make, params, where, log
+):
 
-  async def scenario():
-    engines = [Recorded(), Damaged(lambda request: ())]
-    publisher = make(engines, where, verify=True)
-    with pytest.raises(RuntimeError) as caught:
-      await publisher.publish(VERSION, params, "drain")
-    return str(caught.value), [await engine.checksum() for engine in engines]
-
-  message, ((_, sent), (_, broken)) = asyncio.run(scenario())
+  engines = [Recorded(), Damaged(lambda request: ())]
+  publisher = make(engines, where, verify=True)
+  with pytest.raises(RuntimeError) as caught:
+    await publisher.publish(VERSION, params, "drain")
+  message = str(caught.value)
+  ((_, sent), (_, broken)) = [await engine.checksum() for engine in engines]
   assert "engine 1 serves version 7 with" in message
   assert f"{broken:016x}" in message
   assert f"version 7 was sent with {sent:016x}" in message

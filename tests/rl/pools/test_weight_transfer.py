@@ -25,7 +25,7 @@ def test_buckets_of_nothing_are_refused():
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", ["same", "bfloat16"])
-def test_the_learner_trains_between_buckets_and_copies_hold_no_thread_of_it(
+async def test_the_learner_trains_between_buckets_and_copies_hold_no_thread(
   thread, spans, dtype
 ):
   spec = placement.MeshSpec()
@@ -42,15 +42,12 @@ def test_the_learner_trains_between_buckets_and_copies_hold_no_thread_of_it(
     weight_transfer.Publishing(dtype=dtype, bucket_bytes=40),
   )
 
-  async def scenario():
-    staging = asyncio.create_task(transfer.stage(params, [0, 1]))
-    trained = 0
-    while not staging.done():
-      await thread.run("train", int)
-      trained += 1
-    return await staging, trained
-
-  copies, trained = asyncio.run(scenario())
+  staging = asyncio.create_task(transfer.stage(params, [0, 1]))
+  trained = 0
+  while not staging.done():
+    await thread.run("train", int)
+    trained += 1
+  copies = await staging
   copier.close()
   size = 16 if dtype == "same" else 8
   assert [(c.moved_bytes, c.buckets) for c in copies] == [(5 * size, 3)] * 2

@@ -361,7 +361,7 @@ def test_a_step_that_blocks_the_event_loop_is_warned_of(flaw, warned):
   assert not environment_checks.check_event_loop([rare]).warning
 
 
-def test_calls_that_fail_or_are_cancelled_are_timed_as_they_are():
+async def test_calls_that_fail_or_are_cancelled_are_timed_as_they_are():
   calls = []
 
   async def failing():
@@ -379,23 +379,20 @@ def test_calls_that_fail_or_are_cancelled_are_timed_as_they_are():
       await asyncio.sleep(0)
     return 5
 
-  async def scenario():
-    with pytest.raises(OSError, match="gone"):
-      await environment_trial._Stretches(failing)
-    with pytest.raises(isolation.NotAwaitable, match="returned int"):
-      await environment_trial._Stretches(wrong)
-    stretches = environment_trial._Stretches(resisting)
+  with pytest.raises(OSError, match="gone"):
+    await environment_trial._Stretches(failing)
+  with pytest.raises(isolation.NotAwaitable, match="returned int"):
+    await environment_trial._Stretches(wrong)
+  stretches = environment_trial._Stretches(resisting)
 
-    async def awaited():
-      return await stretches
+  async def awaited():
+    return await stretches
 
-    task = asyncio.create_task(awaited())
-    await asyncio.sleep(0)
-    task.cancel()
-    assert await task == 5
-    assert stretches.longest_s > 0
-
-  asyncio.run(scenario())
+  task = asyncio.create_task(awaited())
+  await asyncio.sleep(0)
+  task.cancel()
+  assert await task == 5
+  assert stretches.longest_s > 0
   assert calls == ["cancelled"]
 
 

@@ -12,6 +12,8 @@ from rl.runtime import watchdog as watchdog_lib
 from rl.testing import fakes
 from tests.helpers import players_under_test as players
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def _evaluated(answer_s, deadline_s):
   """Evaluates 6 episodes of one turn under a deadline in steps."""
@@ -42,14 +44,11 @@ def test_an_evaluation_may_take_long_as_long_as_its_episodes_end():
   assert log == []
 
 
-def test_an_evaluation_of_faults_alone_names_the_most_frequent():
-  async def evaluated():
-    playing = players.player(fakes.Counting(fault="start"), players.engine())
-    return await evaluate.evaluate(
-      playing, episodes=3, temperature=1.0, success=1.0, seed=0
-    )
-
-  outcome, _ = virtual_clock.run(evaluated())
+async def test_an_evaluation_of_faults_alone_names_the_most_frequent():
+  playing = players.player(fakes.Counting(fault="start"), players.engine())
+  outcome, _ = await evaluate.evaluate(
+    playing, episodes=3, temperature=1.0, success=1.0, seed=0
+  )
   assert (outcome.episodes, outcome.faults) == (0, 3)
   assert outcome.fault == "env_fault: start raised OSError: no such game"
 
@@ -65,7 +64,7 @@ def test_an_evaluation_without_answers_stalls():
   assert "episode eval/2/0/0" not in text
 
 
-def test_an_evaluation_that_is_cancelled_waits_for_what_its_episodes_end():
+async def test_a_cancelled_evaluation_waits_for_what_its_episodes_end():
   ended = []
 
   class Program(fakes.Counting):
@@ -86,19 +85,14 @@ def test_an_evaluation_that_is_cancelled_waits_for_what_its_episodes_end():
     async def close(self):
       ended.append("close")
 
-  async def cancelled():
-    playing = players.player(Program(), players.engine())
-    task = asyncio.create_task(
-      evaluate.evaluate(
-        playing, episodes=3, temperature=1.0, success=1.0, seed=0
-      )
-    )
-    await asyncio.sleep(0.1)
-    task.cancel()
-    await asyncio.wait([task])
-    return task.cancelled(), list(ended)
-
-  assert virtual_clock.run(cancelled()) == (True, 3 * ["step"] + 3 * ["close"])
+  playing = players.player(Program(), players.engine())
+  task = asyncio.create_task(
+    evaluate.evaluate(playing, episodes=3, temperature=1.0, success=1.0, seed=0)
+  )
+  await asyncio.sleep(0.1)
+  task.cancel()
+  await asyncio.wait([task])
+  assert (task.cancelled(), list(ended)) == (True, 3 * ["step"] + 3 * ["close"])
 
 
 @pytest.mark.parametrize(

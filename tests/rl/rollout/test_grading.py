@@ -17,6 +17,8 @@ from rl.runtime import virtual_clock
 from rl.runtime import watchdog as watchdog_lib
 from rl.testing import fakes
 
+pytestmark = pytest.mark.virtual_time
+
 TASK = fakes.Counting().task(0, "train")
 SAID = base.Transcript([base.Message("assistant", "yes")], [0.25, 0.5])
 RETRIES = grading.Retries(first_wait_s=1.0, max_wait_s=3.0, deadline_s=20.0)
@@ -121,16 +123,13 @@ def test_waits_grow_up_to_a_bound():
   assert retries.wait_s(100_000) == 3.0
 
 
-def test_the_longest_grading_is_known():
+async def test_the_longest_grading_is_known():
   reward = Told([forever] * 4)
   retries = dataclasses.replace(RETRIES, attempts=4)
 
-  async def scenario():
-    await graded(grading.Graders(reward, retries))
-    return now()
-
+  await graded(grading.Graders(reward, retries))
   # Four deadlines of 20 s and waits of 1 s, 2 s and 3 s.
-  assert virtual_clock.run(scenario()) == retries.longest_s(20.0) == 86.0
+  assert now() == retries.longest_s(20.0) == 86.0
 
 
 def test_exhausted_is_a_fault_with_the_last_reason_and_never_a_reward():
@@ -178,27 +177,24 @@ def test_grading_begins_before_anything_else_that_is_ready():
   assert turns.isdisjoint(order[: order.index("reward")])
 
 
-def test_the_call_is_told_once_and_when_it_is_made():
+async def test_the_call_is_told_once_and_when_it_is_made():
   called = []
 
-  async def scenario():
-    reward = fakes.Judge(
-      delay_s=lambda index, call: 4.0, fails=lambda index, call: call == 1
-    )
-    graders = grading.Graders(reward, RETRIES, max_concurrent=1)
-    ends = [
-      graders.grade(ended(i), SAID, TASK, lambda: called.append(now()))
-      for i in range(2)
-    ]
-    await asyncio.gather(*ends)
-    return reward.calls[TASK.id]
-
+  reward = fakes.Judge(
+    delay_s=lambda index, call: 4.0, fails=lambda index, call: call == 1
+  )
+  graders = grading.Graders(reward, RETRIES, max_concurrent=1)
+  ends = [
+    graders.grade(ended(i), SAID, TASK, lambda: called.append(now()))
+    for i in range(2)
+  ]
+  await asyncio.gather(*ends)
   # The second waits for the place of the first; its first call fails at 8 s.
-  assert virtual_clock.run(scenario()) == 3
+  assert reward.calls[TASK.id] == 3
   assert called == [0.0, 4.0]
 
 
-def test_an_answer_after_the_deadline_is_nobodys():
+async def test_an_answer_after_the_deadline_is_nobodys():
   async def stubborn():
     try:
       await asyncio.sleep(60)
@@ -210,24 +206,21 @@ def test_an_answer_after_the_deadline_is_nobodys():
     await asyncio.sleep(18)
     return 0.9
 
-  async def scenario():
-    reward = Told([stubborn, slow])
-    graders = grading.Graders(reward, RETRIES)
-    record = asyncio.create_task(graded(graders))
-    await asyncio.sleep(30)
-    late = graders.stats().late
-    record = await record
-    return reward.times, record.reward, late, graders.stats()
-
-  times, value, late, stats = virtual_clock.run(scenario())
+  reward = Told([stubborn, slow])
+  graders = grading.Graders(reward, RETRIES)
+  record = asyncio.create_task(graded(graders))
+  await asyncio.sleep(30)
+  late = graders.stats().late
+  record = await record
+  stats = graders.stats()
   # The deadline of the first is 20 s, the second is called at 21 s and answers
   # at 39 s; the answer of the first came while it was being asked.
-  assert (times, value) == ([0.0, 21.0], 0.9)
+  assert (reward.times, record.reward) == ([0.0, 21.0], 0.9)
   assert (late, stats.late) == (1, 0)
   assert (stats.calls, stats.faults) == (2, 0)
 
 
-def test_what_a_late_call_raises_disturbs_nobody():
+async def test_what_a_late_call_raises_disturbs_nobody():
   reports = []
 
   async def stubborn():
@@ -236,62 +229,53 @@ def test_what_a_late_call_raises_disturbs_nobody():
     except asyncio.CancelledError:
       raise OSError("too late") from None
 
-  async def scenario():
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda loop, context: reports.append(context))
-    await graded(grading.Graders(Told([stubborn, 0.5]), RETRIES))
-
-  virtual_clock.run(scenario())
+  loop = asyncio.get_running_loop()
+  loop.set_exception_handler(lambda loop, context: reports.append(context))
+  await graded(grading.Graders(Told([stubborn, 0.5]), RETRIES))
   assert not reports
 
 
-def test_calls_beyond_the_places_wait_and_the_waits_are_counted():
-  async def scenario():
-    reward = fakes.Judge(delay_s=lambda index, call: 2.0)
-    graders = grading.Graders(reward, RETRIES, max_concurrent=2)
-    ends = [asyncio.create_task(graded(graders, i)) for i in range(5)]
-    await asyncio.sleep(1)
-    now = graders.stats()
-    await asyncio.gather(*ends)
-    return now, graders.stats()
-
-  during, after = virtual_clock.run(scenario())
+async def test_calls_beyond_the_places_wait_and_the_waits_are_counted():
+  reward = fakes.Judge(delay_s=lambda index, call: 2.0)
+  graders = grading.Graders(reward, RETRIES, max_concurrent=2)
+  ends = [asyncio.create_task(graded(graders, i)) for i in range(5)]
+  await asyncio.sleep(1)
+  during = graders.stats()
+  await asyncio.gather(*ends)
+  after = graders.stats()
   assert (during.in_flight, during.waiting) == (2, 3)
   # Of five calls of 2 s two wait for 2 s and one for 4 s.
   assert after == grading.Stats(calls=5, busy_s=10.0, queue_s=8.0)
 
 
-def test_who_waits_to_call_again_holds_no_place():
-  async def scenario():
-    reward = Told([OSError("down"), 0.25, 0.5])
-    graders = grading.Graders(reward, RETRIES, max_concurrent=1)
-    records = await asyncio.gather(graded(graders, 0), graded(graders, 1))
-    return [record.reward for record in records], reward.times
-
-  values, times = virtual_clock.run(scenario())
+async def test_who_waits_to_call_again_holds_no_place():
+  reward = Told([OSError("down"), 0.25, 0.5])
+  graders = grading.Graders(reward, RETRIES, max_concurrent=1)
+  records = await asyncio.gather(graded(graders, 0), graded(graders, 1))
+  values = [record.reward for record in records]
   assert values == [0.5, 0.25]
-  assert times == [0.0, 0.0, 1.0]
+  assert reward.times == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("at_s", [1.0, 3.0])
-def test_cancelling_gives_up_the_call_or_the_wait_and_frees_the_place(at_s):
-  async def scenario():
-    # The first is asked until 2 s and waits until 3.5 s; cancelled at 1 s or 3.
-    reward = fakes.Judge(
-      delay_s=lambda index, call: 2.0, fails=lambda index, call: call == 0
-    )
-    retries = dataclasses.replace(RETRIES, first_wait_s=1.5)
-    graders = grading.Graders(reward, retries, max_concurrent=1)
-    first = asyncio.create_task(graded(graders))
-    await asyncio.sleep(at_s)
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await first
-    record = await graded(graders, 1)
-    return record.reward, now(), graders.stats()
-
-  value, end_s, stats = virtual_clock.run(scenario())
-  assert (value, end_s) == (0.75, at_s + 2.0)
+async def test_cancelling_gives_up_the_call_or_the_wait_and_frees_the_place(
+  at_s,
+):
+  # The first is asked until 2 s and waits until 3.5 s; cancelled at 1 s or 3.
+  reward = fakes.Judge(
+    delay_s=lambda index, call: 2.0, fails=lambda index, call: call == 0
+  )
+  retries = dataclasses.replace(RETRIES, first_wait_s=1.5)
+  graders = grading.Graders(reward, retries, max_concurrent=1)
+  first = asyncio.create_task(graded(graders))
+  await asyncio.sleep(at_s)
+  first.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await first
+  record = await graded(graders, 1)
+  end_s = now()
+  stats = graders.stats()
+  assert (record.reward, end_s) == (0.75, at_s + 2.0)
   assert (stats.calls, stats.in_flight, stats.waiting) == (2, 0, 0)
   assert stats.late == stats.faults == 0
 
@@ -327,22 +311,18 @@ def test_a_grade_whose_parts_cannot_be_read_is_a_fault():
   assert "reward returned what raised KeyError: 'page 7'" in record.fault
 
 
-def test_the_watchdog_names_the_call_and_the_wait_for_a_place():
+async def test_the_watchdog_names_the_call_and_the_wait_for_a_place():
   watchdog = watchdog_lib.Watchdog()
 
-  async def scenario():
-    reward = fakes.Judge(delay_s=lambda index, call: 2.0)
-    graders = grading.Graders(reward, RETRIES, 1, watchdog)
-    ends = [
-      asyncio.create_task(graded(graders, i, f"train/3/0/{i}"))
-      for i in range(2)
-    ]
-    await asyncio.sleep(1)
-    lines = watchdog.dump().splitlines()[1:]
-    await asyncio.gather(*ends)
-    return sorted(line.rsplit("  ", 2)[0].split("  ")[:2] for line in lines)
-
-  assert virtual_clock.run(scenario()) == [
+  reward = fakes.Judge(delay_s=lambda index, call: 2.0)
+  graders = grading.Graders(reward, RETRIES, 1, watchdog)
+  ends = [
+    asyncio.create_task(graded(graders, i, f"train/3/0/{i}")) for i in range(2)
+  ]
+  await asyncio.sleep(1)
+  lines = watchdog.dump().splitlines()[1:]
+  await asyncio.gather(*ends)
+  assert sorted(line.rsplit("  ", 2)[0].split("  ")[:2] for line in lines) == [
     ["episode train/3/0/0", "reward"],
     ["episode train/3/0/1", "a place to be graded"],
   ]
@@ -434,25 +414,22 @@ class Queueing:
       await asyncio.sleep(self.works_s)
 
 
-def test_a_wait_for_a_place_of_a_reward_is_not_its_own_time():
-  async def scenario():
-    graders = grading.Graders(Queueing(works_s=15.0), RETRIES)
-    records = await asyncio.gather(*(graded(graders, i) for i in range(8)))
-    return [one.reward for one in records], graders.stats().retries, now()
-
+async def test_a_wait_for_a_place_of_a_reward_is_not_its_own_time():
+  graders = grading.Graders(Queueing(works_s=15.0), RETRIES)
+  records = await asyncio.gather(*(graded(graders, i) for i in range(8)))
   # The last waits for 45 s, with a deadline of 20.
-  assert virtual_clock.run(scenario()) == ([1.0] * 8, 0, 60.0)
+  found = [one.reward for one in records], graders.stats().retries, now()
+  assert found == ([1.0] * 8, 0, 60.0)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_reward_that_holds_a_place_is_late_whatever_else_it_waits_for(parts):
-  async def scenario():
-    alone = dataclasses.replace(RETRIES, attempts=1)
-    reward = Queueing(works_s=math.inf, parts=parts)
-    record = await graded(grading.Graders(reward, alone))
-    return record.fault, now()
-
-  assert virtual_clock.run(scenario()) == ("reward took over 20 s", 20.0)
+async def test_a_reward_that_holds_a_place_is_late_whatever_else_it_waits_for(
+  parts,
+):
+  alone = dataclasses.replace(RETRIES, attempts=1)
+  reward = Queueing(works_s=math.inf, parts=parts)
+  record = await graded(grading.Graders(reward, alone))
+  assert (record.fault, now()) == ("reward took over 20 s", 20.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,7 +454,7 @@ class Offloaded:
     return {"calls": 1.0}
 
 
-def test_a_reward_that_fails_to_close_does_not_keep_others_from_it():
+async def test_a_reward_that_fails_to_close_does_not_keep_others_from_it():
   one, other = Offloaded({"a": 1.0}), Offloaded({"b": 1.0})
   both = rewards.Weighted(
     tuple(
@@ -490,10 +467,7 @@ def test_a_reward_that_fails_to_close_does_not_keep_others_from_it():
     )
   )
 
-  async def scenario():
-    graders = grading.Graders(both)
-    await graders.close()
-    return graders.costs()
-
-  assert virtual_clock.run(scenario()) == {"calls": 2.0}
+  graders = grading.Graders(both)
+  await graders.close()
+  assert graders.costs() == {"calls": 2.0}
   assert (one.closed, other.closed) == (["closed"], ["closed"])

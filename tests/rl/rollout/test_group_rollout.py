@@ -25,6 +25,8 @@ from rl.testing import fakes, scripted_engine
 from tests.helpers import players_under_test as players
 from tests.helpers import virtual_run
 
+pytestmark = pytest.mark.virtual_time
+
 
 def test_a_trajectory_holds_the_ids_exactly_as_sampled():
   # go <agent> | yes <end> | on <agent> | yes <end>
@@ -86,34 +88,27 @@ def test_the_token_limit_truncates_before_it_is_passed():
   assert len(ended.ids) == 8
 
 
-def test_an_answer_that_is_nearly_too_long_is_worth_less():
+async def test_an_answer_that_is_nearly_too_long_is_worth_less():
   # 4 sampled ids where 2 are free and 4 more are not: half the penalty of 1.
   overlong = reward_shaping.Overlong(max_tokens=6, buffer=4)
   limits = dataclasses.replace(players.ONE, overlong=overlong)
 
-  async def run():
-    playing = players.player(fakes.Counting(turns=2), limits=limits)
-    group = await players.begin(playing).run()
-    return group.trajectories[0].reward, players.of_kind(playing, "reward")
-
-  reward, (event,) = virtual_clock.run(run())
+  playing = players.player(fakes.Counting(turns=2), limits=limits)
+  group = await players.begin(playing).run()
+  reward = group.trajectories[0].reward
+  (event,) = players.of_kind(playing, "reward")
   assert reward == event["value"] == pytest.approx(0.5)
 
 
-def test_the_log_tells_the_way_of_a_member_and_when():
-  async def run():
-    served = players.engine(delay_s=lambda priority: 0.5)
-    playing = players.player(
-      fakes.Counting(turns=1), served, limits=players.ONE
-    )
-    await served.pause()
-    play = asyncio.create_task(players.begin(playing).run())
-    await asyncio.sleep(2)
-    served.resume()
-    await play
-    return playing.log.events
-
-  log = virtual_clock.run(run())
+async def test_the_log_tells_the_way_of_a_member_and_when():
+  served = players.engine(delay_s=lambda priority: 0.5)
+  playing = players.player(fakes.Counting(turns=1), served, limits=players.ONE)
+  await served.pause()
+  play = asyncio.create_task(players.begin(playing).run())
+  await asyncio.sleep(2)
+  served.resume()
+  await play
+  log = playing.log.events
   # It waits for 2 s until the engine goes on; an answer takes 0.5 s.
   assert [(e["kind"], e["t"]) for e in log] == [
     ("admitted", 0.0),
@@ -151,39 +146,31 @@ def test_a_fault_of_the_environment_is_data(fault, words):
     assert member.reward is None
 
 
-def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
+async def test_an_engine_that_closes_leaves_the_sampled_tokens_in_the_log():
   class Closing(scripted_engine.ScriptedEngine):
     async def generate(self, request):
       if request.request_id.endswith("/2"):
         raise contract.EngineClosed("stopped")
       return await super().generate(request)
 
-  async def run():
-    closing = players.engine(kind=Closing)
-    playing = players.player(
-      fakes.Counting(turns=3), closing, limits=players.ONE
-    )
-    with pytest.raises(ExceptionGroup) as raised:
-      await players.begin(playing).run()
-    assert raised.group_contains(contract.EngineClosed)
-    return players.of_kind(playing, "aborted")
-
-  (event,) = virtual_clock.run(run())
+  closing = players.engine(kind=Closing)
+  playing = players.player(fakes.Counting(turns=3), closing, limits=players.ONE)
+  with pytest.raises(ExceptionGroup) as raised:
+    await players.begin(playing).run()
+  assert raised.group_contains(contract.EngineClosed)
+  (event,) = players.of_kind(playing, "aborted")
   assert (event["tokens"], event["versions"]) == (4, [(0, 4)])
   assert event["reason"] == "error"
 
 
-def test_a_member_cancelled_hard_logs_the_answer_that_was_being_stepped():
-  async def run():
-    source = players.Kept(fault="hang")
-    playing = players.player(source)
-    with pytest.raises(TimeoutError):
-      await asyncio.wait_for(players.begin(playing).run(), 0.05)
-    await players.closed(playing)
-    assert all(environment.closed for environment in source.kept)
-    return players.of_kind(playing, "aborted")
-
-  aborted = virtual_clock.run(run())
+async def test_a_member_cancelled_hard_logs_the_answer_that_was_being_stepped():
+  source = players.Kept(fault="hang")
+  playing = players.player(source)
+  with pytest.raises(TimeoutError):
+    await asyncio.wait_for(players.begin(playing).run(), 0.05)
+  await players.closed(playing)
+  assert all(environment.closed for environment in source.kept)
+  aborted = players.of_kind(playing, "aborted")
   assert [e["tokens"] for e in aborted] == [2] * 4
   assert {e["reason"] for e in aborted} == {"stopped"}
 
@@ -229,25 +216,22 @@ def test_a_source_that_cannot_build_its_environment_is_data(error):
   )
 
 
-def test_one_hanging_environment_does_not_hold_up_the_others():
+async def test_one_hanging_environment_does_not_hold_up_the_others():
   source = fakes.Counting(fault="hang", faulty=lambda index: index == 0)
   done: dict[int, float] = {}
 
-  async def run():
-    playing = players.player(
-      source, limits=dataclasses.replace(players.LIMITS, step_s=1.0)
-    )
+  playing = players.player(
+    source, limits=dataclasses.replace(players.LIMITS, step_s=1.0)
+  )
 
-    async def one(index):
-      task = source.task(index, "train")
-      await group_rollout.GroupRollout(
-        playing, task, group_id=index, seed=0, admitted=0
-      ).run()
-      done[index] = asyncio.get_running_loop().time()
+  async def one(index):
+    task = source.task(index, "train")
+    await group_rollout.GroupRollout(
+      playing, task, group_id=index, seed=0, admitted=0
+    ).run()
+    done[index] = asyncio.get_running_loop().time()
 
-    await asyncio.gather(*(one(i) for i in range(8)))
-
-  virtual_clock.run(run())
+  await asyncio.gather(*(one(i) for i in range(8)))
   # The frozen one ends at its deadline of 1 s, all others at once.
   assert done == pytest.approx({0: 1.0} | dict.fromkeys(range(1, 8), 0.0))
 
@@ -313,15 +297,13 @@ def test_a_reward_that_fails_is_a_fault_and_never_zero(how, words):
     assert words in member.fault
 
 
-def test_grading_starts_while_other_members_still_play():
-  async def run():
-    # Member 3 answers after 0.5 s, the others at once.
-    served = players.engine(delay_s=lambda priority: 0.5 * (priority[1] == 3))
-    playing = players.player(fakes.Counting(turns=1), served)
-    await players.begin(playing).run()
-    return [(e["index"], e["t"]) for e in players.of_kind(playing, "reward")]
-
-  assert virtual_clock.run(run()) == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.5)]
+async def test_grading_starts_while_other_members_still_play():
+  # Member 3 answers after 0.5 s, the others at once.
+  served = players.engine(delay_s=lambda priority: 0.5 * (priority[1] == 3))
+  playing = players.player(fakes.Counting(turns=1), served)
+  await players.begin(playing).run()
+  found = [(e["index"], e["t"]) for e in players.of_kind(playing, "reward")]
+  assert found == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.5)]
 
 
 def test_a_request_that_the_engine_refuses_is_an_engine_fault():
@@ -375,16 +357,13 @@ def slow(seconds, *indices):
   return lambda priority: seconds * (priority[1] in indices)
 
 
-def test_a_member_that_decodes_comes_back_with_what_it_has():
-  async def run():
-    served = players.engine(delay_s=lambda _: 10.0)
-    playing = players.player(fakes.Counting(turns=3), served)
-    # 10 s for the first answer of two ids; the second has one at 15 s.
-    group, end = await aborted(players.begin(playing), 15.0)
-    assert served.stats().sampled_tokens == group.num_sampled
-    return group, end, booked(playing, "reason", "turns", "tokens", "versions")
-
-  group, end, told = virtual_clock.run(run())
+async def test_a_member_that_decodes_comes_back_with_what_it_has():
+  served = players.engine(delay_s=lambda _: 10.0)
+  playing = players.player(fakes.Counting(turns=3), served)
+  # 10 s for the first answer of two ids; the second has one at 15 s.
+  group, end = await aborted(players.begin(playing), 15.0)
+  assert served.stats().sampled_tokens == group.num_sampled
+  told = booked(playing, "reason", "turns", "tokens", "versions")
   assert end == 15.0
   assert told == [("stale", 2, 3, [(0, 3)])] * 4
   for member in group.trajectories:
@@ -395,28 +374,26 @@ def test_a_member_that_decodes_comes_back_with_what_it_has():
   assert len(group.trajectories[0].ids) == 7
 
 
-def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
+async def test_an_answer_that_ends_at_the_moment_of_the_abort_is_not_stepped():
   class Last(scripted_engine.ScriptedEngine):
     """Has an answer whole although it is to be aborted."""
 
     def abort(self, request_id):
       pass
 
-  async def run():
-    served = players.engine(delay_s=lambda _: 10.0, kind=Last)
-    source = players.Kept()
-    playing = players.player(source, served, limits=players.ONE)
-    group, end = await aborted(players.begin(playing), 5.0)
-    (environment,) = source.kept
-    return group.trajectories[0], end, environment, booked(playing, "tokens")
-
-  member, end, environment, told = virtual_clock.run(run())
+  served = players.engine(delay_s=lambda _: 10.0, kind=Last)
+  source = players.Kept()
+  playing = players.player(source, served, limits=players.ONE)
+  group, end = await aborted(players.begin(playing), 5.0)
+  (environment,) = source.kept
+  member = group.trajectories[0]
+  told = booked(playing, "tokens")
   assert (member.status, end) == (STATUS.STALE, 10.0)
   assert (environment.steps, environment.closed) == (0, True)
   assert told == [(member.num_sampled,)] == [(2,)]
 
 
-def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
+async def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
   class Far(scripted_engine.ScriptedEngine):
     """Has forgotten an answer for a second when it arrives."""
 
@@ -425,32 +402,27 @@ def test_an_answer_that_is_on_its_way_to_the_member_is_booked():
       await asyncio.sleep(1)
       return answer
 
-  async def run():
-    far = players.engine(kind=Far)
-    playing = players.player(fakes.Counting(), far, limits=players.ONE)
-    group, end = await aborted(players.begin(playing), 0.5)
-    assert far.stats().sampled_tokens == group.num_sampled
-    return group.trajectories[0].status, end, booked(playing, "tokens")
-
-  assert virtual_clock.run(run()) == (STATUS.STALE, 1.0, [(2,)])
+  far = players.engine(kind=Far)
+  playing = players.player(fakes.Counting(), far, limits=players.ONE)
+  group, end = await aborted(players.begin(playing), 0.5)
+  assert far.stats().sampled_tokens == group.num_sampled
+  found = group.trajectories[0].status, end, booked(playing, "tokens")
+  assert found == (STATUS.STALE, 1.0, [(2,)])
 
 
-def test_a_step_of_an_environment_is_cancelled_and_the_environment_closed():
-  async def run():
-    source = players.Kept(fault="hang")
-    playing = players.player(source, limits=players.ONE)
-    group, end = await aborted(players.begin(playing), 0.1, "redundant")
-    (environment,) = source.kept
-    return (
-      group.trajectories[0],
-      end,
-      environment.closed,
-      booked(playing, "reason", "turns", "tokens"),
-    )
-
-  member, end, closed, told = virtual_clock.run(run())
+async def test_a_step_is_cancelled_and_its_environment_closed():
+  source = players.Kept(fault="hang")
+  playing = players.player(source, limits=players.ONE)
+  group, end = await aborted(players.begin(playing), 0.1, "redundant")
+  (environment,) = source.kept
+  member = group.trajectories[0]
+  told = booked(playing, "reason", "turns", "tokens")
   # Not at 0.2 s, where the step would have been late.
-  assert (member.status, end, closed) == (STATUS.REDUNDANT, 0.1, True)
+  assert (member.status, end, environment.closed) == (
+    STATUS.REDUNDANT,
+    0.1,
+    True,
+  )
   assert told == [("redundant", 1, 2)]
   assert member.num_sampled == 2
 
@@ -458,46 +430,40 @@ def test_a_step_of_an_environment_is_cancelled_and_the_environment_closed():
 @pytest.mark.parametrize(
   ("fault", "closed_s"), [("hang_start", 1.0), ("hang_close", 21.0)]
 )
-def test_neither_a_start_nor_a_close_that_hangs_holds_up_an_abort(
+async def test_neither_a_start_nor_a_close_that_hangs_holds_up_an_abort(
   fault, closed_s
 ):
-  async def run():
-    # A step takes 5 s, so that what does not start is aborted while it does.
-    source = players.Kept(fault=fault, delay_s=lambda index, step: 5.0)
-    limits = dataclasses.replace(players.ONE, step_s=20.0)
-    playing = players.player(source, limits=limits)
-    group, end = await aborted(players.begin(playing), 1.0)
-    closed = await players.closed(playing)
-    assert [environment.closed for environment in source.kept] == [True]
-    told = booked(playing, "reason")
-    return group.trajectories[0].status, end, closed, told
-
   # A start is cancelled; a close has its deadline of 20 s, and nobody waits.
   expected = STATUS.STALE, 1.0, closed_s, [("stale",)]
-  assert virtual_clock.run(run()) == expected
+  # A step takes 5 s, so that what does not start is aborted while it does.
+  source = players.Kept(fault=fault, delay_s=lambda index, step: 5.0)
+  limits = dataclasses.replace(players.ONE, step_s=20.0)
+  playing = players.player(source, limits=limits)
+  group, end = await aborted(players.begin(playing), 1.0)
+  closed = await players.closed(playing)
+  assert [environment.closed for environment in source.kept] == [True]
+  told = booked(playing, "reason")
+  assert (group.trajectories[0].status, end, closed, told) == expected
 
 
-def test_who_waits_for_an_engine_that_drains_waits_no_longer():
-  async def run():
-    source = fakes.Counting(delay_s=lambda index, step: 4.0)
-    limits = dataclasses.replace(players.LIMITS, group_size=2, step_s=60.0)
-    playing = players.player(source, limits=limits)
-    assert isinstance(playing.router, router.Router)
-    loop = asyncio.get_running_loop()
-    first = asyncio.create_task(players.begin(playing).run())
-    await asyncio.sleep(1)
-    update = asyncio.create_task(
-      playing.router.update_weights(0, 1, {}, "drain")
-    )
-    await asyncio.sleep(0)
-    group, end = await aborted(players.begin(playing, 4), 1.0)
-    await update
-    # The engine is whose it was: its sessions end, and then others begin.
-    updated = loop.time()
-    after = await players.begin(playing, 5).run()
-    return group, (end, updated), await first, after, playing.log.events
-
-  group, times, first, after, log = virtual_clock.run(run())
+async def test_who_waits_for_an_engine_that_drains_waits_no_longer():
+  source = fakes.Counting(delay_s=lambda index, step: 4.0)
+  limits = dataclasses.replace(players.LIMITS, group_size=2, step_s=60.0)
+  playing = players.player(source, limits=limits)
+  assert isinstance(playing.router, router.Router)
+  loop = asyncio.get_running_loop()
+  first = asyncio.create_task(players.begin(playing).run())
+  await asyncio.sleep(1)
+  update = asyncio.create_task(playing.router.update_weights(0, 1, {}, "drain"))
+  await asyncio.sleep(0)
+  group, end = await aborted(players.begin(playing, 4), 1.0)
+  await update
+  # The engine is whose it was: its sessions end, and then others begin.
+  updated = loop.time()
+  after = await players.begin(playing, 5).run()
+  times = (end, updated)
+  first = await first
+  log = playing.log.events
   # Two steps of 4 s make an episode.
   assert times == (2.0, 8.0)
   assert [t.status for t in group.trajectories] == [STATUS.STALE] * 2
@@ -510,100 +476,86 @@ def test_who_waits_for_an_engine_that_drains_waits_no_longer():
     assert [t.versions for t in whole.trajectories] == [[(version, 4)]] * 2
 
 
-def test_a_play_that_is_aborted_before_it_is_run_samples_nothing():
-  async def run():
-    source = players.Kept()
-    playing = players.player(source)
-    play = players.begin(playing)
-    play.abort("stopped")
-    group = await play.run()
-    assert not source.kept
-    return group, booked(playing, "reason", "tokens")
-
-  group, told = virtual_clock.run(run())
+async def test_a_play_that_is_aborted_before_it_is_run_samples_nothing():
+  source = players.Kept()
+  playing = players.player(source)
+  play = players.begin(playing)
+  play.abort("stopped")
+  group = await play.run()
+  assert not source.kept
+  told = booked(playing, "reason", "tokens")
   assert (group.num_sampled, told) == (0, [("stopped", 0)] * 4)
   assert {t.status for t in group.trajectories} == {STATUS.ENGINE_FAULT}
 
 
-def test_the_first_reason_is_the_one_that_counts():
-  async def run():
-    playing = players.player(fakes.Counting(fault="hang"))
-    play = players.begin(playing)
-    running = asyncio.create_task(play.run())
-    await asyncio.sleep(0.1)
-    play.abort("stale")
-    play.abort("stopped")
-    await running
-    return play.aborted, booked(playing, "reason")
-
-  assert virtual_clock.run(run()) == ("stale", [("stale",)] * 4)
+async def test_the_first_reason_is_the_one_that_counts():
+  playing = players.player(fakes.Counting(fault="hang"))
+  play = players.begin(playing)
+  running = asyncio.create_task(play.run())
+  await asyncio.sleep(0.1)
+  play.abort("stale")
+  play.abort("stopped")
+  await running
+  found = play.aborted, booked(playing, "reason")
+  assert found == ("stale", [("stale",)] * 4)
 
 
-def test_to_abort_what_has_ended_changes_nothing():
-  async def run():
-    playing = players.player(fakes.Counting())
-    play = players.begin(playing)
-    group, before = await play.run(), list(playing.log.events)
-    play.abort("stale")
-    assert playing.log.events == before
-    return group, booked(playing, "index")
-
-  group, told = virtual_clock.run(run())
+async def test_to_abort_what_has_ended_changes_nothing():
+  playing = players.player(fakes.Counting())
+  play = players.begin(playing)
+  group, before = await play.run(), list(playing.log.events)
+  play.abort("stale")
+  assert playing.log.events == before
+  told = booked(playing, "index")
   assert told == []
   assert {t.status for t in group.trajectories} == {STATUS.COMPLETED}
   assert [t.reward for t in group.trajectories] == [1.0] * 4
 
 
-def test_a_member_that_is_graded_keeps_its_grade_when_redundant_ones_go():
-  async def run():
-    # All are graded from 0 s to 0.08 s but member 1, which decodes until 9 s.
-    served = players.engine(delay_s=slow(9.0, 1))
-    judge = fakes.Judge(delay_s=lambda index, call: 0.08)
-    source = fakes.Counting(turns=1)
-    playing = players.player(source, served, judge, extra_members=1)
-    group = await players.begin(playing).run()
-    return group, booked(playing, "index"), players.of_kind(playing, "reward")
-
-  group, told, rewards = virtual_clock.run(run())
+async def test_a_member_that_is_graded_keeps_its_grade_when_redundant_ones_go():
+  # All are graded from 0 s to 0.08 s but member 1, which decodes until 9 s.
+  served = players.engine(delay_s=slow(9.0, 1))
+  judge = fakes.Judge(delay_s=lambda index, call: 0.08)
+  source = fakes.Counting(turns=1)
+  playing = players.player(source, served, judge, extra_members=1)
+  group = await players.begin(playing).run()
+  told = booked(playing, "index")
+  rewards = players.of_kind(playing, "reward")
   assert told == [(1,)]
   # In any order, as they are graded at one and the same instant.
   assert sorted(e["index"] for e in rewards) == [0, 2, 3, 4]
   assert [t.reward for t in group.trajectories] == [1.0] * 4
 
 
-def test_an_abort_ends_the_grading_and_books_what_was_sampled_once():
-  async def run():
-    judge = fakes.Judge(delay_s=lambda index, call: 0.08)
-    playing = players.player(fakes.Counting(turns=1), reward=judge)
-    group, end = await aborted(players.begin(playing), 0.04, "redundant")
-    ended = [e["tokens"] for e in players.of_kind(playing, "ended")]
-    assert playing.graders.stats().in_flight == 0
-    return group, end, ended, booked(playing, "index"), playing.log.events
-
-  group, end, ended, told, log = virtual_clock.run(run())
+async def test_an_abort_ends_the_grading_and_books_what_was_sampled_once():
+  judge = fakes.Judge(delay_s=lambda index, call: 0.08)
+  playing = players.player(fakes.Counting(turns=1), reward=judge)
+  group, end = await aborted(players.begin(playing), 0.04, "redundant")
+  ended = [e["tokens"] for e in players.of_kind(playing, "ended")]
+  assert playing.graders.stats().in_flight == 0
+  told = booked(playing, "index")
+  log = playing.log.events
   assert (end, ended, told) == (0.04, [2] * 4, [])
   assert group.num_sampled == sum(ended)
   assert [t.reward for t in group.trajectories] == [None] * 4
   assert {e["kind"] for e in log}.isdisjoint(("reward", "fault"))
 
 
-def test_an_environment_that_is_only_closed_belongs_to_a_whole_episode():
-  async def run():
-    source = fakes.Counting(turns=1, fault="hang_close")
-    judge = fakes.Judge(delay_s=lambda index, call: 0.05)
-    playing = players.player(source, reward=judge, limits=players.ONE)
-    group = await players.begin(playing).run()
-    end = asyncio.get_running_loop().time()
-    closed = await players.closed(playing)
-    return group.trajectories[0], end, closed, booked(playing, "index")
-
-  member, end, closed, told = virtual_clock.run(run())
+async def test_an_environment_that_is_only_closed_belongs_to_a_whole_episode():
+  source = fakes.Counting(turns=1, fault="hang_close")
+  judge = fakes.Judge(delay_s=lambda index, call: 0.05)
+  playing = players.player(source, reward=judge, limits=players.ONE)
+  group = await players.begin(playing).run()
+  end = asyncio.get_running_loop().time()
+  closed = await players.closed(playing)
+  member = group.trajectories[0]
+  told = booked(playing, "index")
   # It has its 0.2 s to close; the reward was called meanwhile.
   assert (end, closed) == (pytest.approx(0.05), 0.2)
   assert (member.status, member.reward, told) == (STATUS.COMPLETED, 1.0, [])
 
 
-def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
+async def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
   plays = []
 
   class Late(fakes.Counting):
@@ -618,31 +570,24 @@ def test_an_episode_that_is_over_is_whole_before_anybody_has_looked():
       vars(environment)["close"] = close
       return environment
 
-  async def run():
-    playing = players.player(Late(turns=1), limits=players.ONE)
-    plays.append(players.begin(playing))
-    group = await plays[0].run()
-    return group.trajectories[0], plays[0].aborted, booked(playing, "index")
-
-  member, reason, told = virtual_clock.run(run())
+  playing = players.player(Late(turns=1), limits=players.ONE)
+  plays.append(players.begin(playing))
+  group = await plays[0].run()
+  member = group.trajectories[0]
+  reason = plays[0].aborted
+  told = booked(playing, "index")
   # Only its grading is given up: nobody wants its group.
   assert (member.status, member.reward) == (STATUS.COMPLETED, None)
   assert (reason, told) == ("stale", [])
 
 
-def test_redundant_members_are_aborted_when_as_many_as_needed_have_ended():
-  async def run():
-    served = players.engine(delay_s=slow(9.0, 1, 3))
-    playing = players.player(fakes.Counting(), served, extra_members=2)
-    group = await players.begin(playing).run()
-    return (
-      group,
-      asyncio.get_running_loop().time(),
-      booked(playing, "index", "reason", "tokens"),
-      served.stats().sampled_tokens,
-    )
-
-  group, end, told, sampled = virtual_clock.run(run())
+async def test_redundant_members_are_aborted_once_as_many_as_needed_ended():
+  served = players.engine(delay_s=slow(9.0, 1, 3))
+  playing = players.player(fakes.Counting(), served, extra_members=2)
+  group = await players.begin(playing).run()
+  end = asyncio.get_running_loop().time()
+  told = booked(playing, "index", "reason", "tokens")
+  sampled = served.stats().sampled_tokens
   assert end == 0.0
   assert [t.index for t in group.trajectories] == [0, 2, 4, 5]
   assert {t.status for t in group.trajectories} == {STATUS.COMPLETED}
@@ -652,53 +597,43 @@ def test_redundant_members_are_aborted_when_as_many_as_needed_have_ended():
   assert group.num_sampled == sampled == 18
 
 
-def test_a_group_without_redundancy_ends_with_its_slowest_member():
-  async def run():
-    served = players.engine(delay_s=slow(9.0, 1))
-    playing = players.player(fakes.Counting(turns=1), served)
-    group = await players.begin(playing).run()
-    return group, asyncio.get_running_loop().time(), booked(playing, "index")
-
-  group, end, told = virtual_clock.run(run())
+async def test_a_group_without_redundancy_ends_with_its_slowest_member():
+  served = players.engine(delay_s=slow(9.0, 1))
+  playing = players.player(fakes.Counting(turns=1), served)
+  group = await players.begin(playing).run()
+  end = asyncio.get_running_loop().time()
+  told = booked(playing, "index")
   assert (end, told, group.redundant_tokens) == (9.0, [], 0)
   assert [t.index for t in group.trajectories] == [0, 1, 2, 3]
 
 
-def test_a_member_with_a_fault_makes_room_for_a_redundant_one():
-  async def run():
-    source = fakes.Counting(fault="step", member=lambda member: member == 0)
-    playing = players.player(source, extra_members=1)
-    group = await players.begin(playing).run()
-    return group, booked(playing, "index")
-
-  group, told = virtual_clock.run(run())
+async def test_a_member_with_a_fault_makes_room_for_a_redundant_one():
+  source = fakes.Counting(fault="step", member=lambda member: member == 0)
+  playing = players.player(source, extra_members=1)
+  group = await players.begin(playing).run()
+  told = booked(playing, "index")
   assert [t.index for t in group.trajectories] == [1, 2, 3, 4]
   assert {t.status for t in group.trajectories} == {STATUS.COMPLETED}
   # It had sampled an answer before its environment broke.
   assert (group.redundant_tokens, told) == (2, [])
 
 
-def test_members_with_faults_fill_a_group_that_has_too_few_without():
-  async def run():
-    source = fakes.Counting(fault="start", member=lambda member: member < 3)
-    playing = players.player(source, extra_members=1)
-    return await players.begin(playing).run()
-
-  group = virtual_clock.run(run())
+async def test_members_with_faults_fill_a_group_that_has_too_few_without():
+  source = fakes.Counting(fault="start", member=lambda member: member < 3)
+  playing = players.player(source, extra_members=1)
+  group = await players.begin(playing).run()
   assert [t.index for t in group.trajectories] == [0, 1, 3, 4]
   faults = [t.status is STATUS.ENV_FAULT for t in group.trajectories]
   assert faults == [True, True, False, False]
 
 
-def test_what_ends_after_its_group_is_whole_is_not_graded():
-  async def run():
-    # All five end at once: whoever is the last is not needed.
-    playing = players.player(fakes.Counting(), extra_members=1)
-    group = await players.begin(playing).run()
-    kinds = event_log.of_kind(playing.log.events, "grading")
-    return group, [e["index"] for e in kinds], playing.log.events
-
-  group, graded, log = virtual_clock.run(run())
+async def test_what_ends_after_its_group_is_whole_is_not_graded():
+  # All five end at once: whoever is the last is not needed.
+  playing = players.player(fakes.Counting(), extra_members=1)
+  group = await players.begin(playing).run()
+  kinds = event_log.of_kind(playing.log.events, "grading")
+  graded = [e["index"] for e in kinds]
+  log = playing.log.events
   assert [t.index for t in group.trajectories] == graded == [0, 1, 2, 3]
   assert group.redundant_tokens > 0
   last = [e for e in log if e.get("index") == 4][-1]
@@ -706,27 +641,24 @@ def test_what_ends_after_its_group_is_whole_is_not_graded():
   assert last["tokens"] == group.redundant_tokens
 
 
-def test_how_old_a_group_is_can_be_told_while_it_decodes():
-  async def run():
-    served = players.engine(delay_s=lambda _: 2.0)
-    playing = players.player(fakes.Counting(turns=3), served)
-    play = players.begin(playing)
-    await served.pause()
-    running = asyncio.create_task(play.run())
-    await asyncio.sleep(1)
-    told = [play.first_version]
-    await served.update_weights(3, {})
-    served.resume()
-    await asyncio.sleep(1)
-    told.append(play.first_version)
-    await served.update_weights(4, {})
-    await asyncio.sleep(3)
-    told.append(play.first_version)
-    await running
-    return told
-
+async def test_how_old_a_group_is_can_be_told_while_it_decodes():
+  served = players.engine(delay_s=lambda _: 2.0)
+  playing = players.player(fakes.Counting(turns=3), served)
+  play = players.begin(playing)
+  await served.pause()
+  running = asyncio.create_task(play.run())
+  await asyncio.sleep(1)
+  told = [play.first_version]
+  await served.update_weights(3, {})
+  served.resume()
+  await asyncio.sleep(1)
+  told.append(play.first_version)
+  await served.update_weights(4, {})
+  await asyncio.sleep(3)
+  told.append(play.first_version)
+  await running
   # Nothing is sampled yet, then a first answer is, then the second.
-  assert virtual_clock.run(run()) == [None, 3, 3]
+  assert told == [None, 3, 3]
 
 
 # Environments and engines that misbehave.
@@ -760,23 +692,22 @@ class Stubborn(players.Kept):
 @pytest.mark.parametrize(
   ("abort_s", "status"), [(None, STATUS.ENV_FAULT), (0.1, STATUS.STALE)]
 )
-def test_a_step_that_catches_its_cancellation_is_left_behind(abort_s, status):
-  async def run():
-    loop, source = asyncio.get_running_loop(), Stubborn(turns=3)
-    playing = players.player(source, limits=players.ONE)
-    play = players.begin(playing)
-    if abort_s is not None:
-      loop.call_later(abort_s, play.abort, "stale")
-    group, end_s = await play.run(), loop.time()
-    (environment,) = source.kept
-    await players.closed(playing)
-    seen = [(loop.time() - end_s, len(playing.late), environment.closed)]
-    await asyncio.wait(playing.late)
-    seen.append((loop.time(), len(playing.late), environment.closed))
-    assert environment.steps == 1
-    return group.trajectories[0], end_s, seen
-
-  member, end_s, seen = virtual_clock.run(run())
+async def test_a_step_that_catches_its_cancellation_is_left_behind(
+  abort_s, status
+):
+  loop, source = asyncio.get_running_loop(), Stubborn(turns=3)
+  playing = players.player(source, limits=players.ONE)
+  play = players.begin(playing)
+  if abort_s is not None:
+    loop.call_later(abort_s, play.abort, "stale")
+  group, end_s = await play.run(), loop.time()
+  (environment,) = source.kept
+  await players.closed(playing)
+  seen = [(loop.time() - end_s, len(playing.late), environment.closed)]
+  await asyncio.wait(playing.late)
+  seen.append((loop.time(), len(playing.late), environment.closed))
+  assert environment.steps == 1
+  member = group.trajectories[0]
   # A step may take 0.2 s, and so may what comes behind it.
   assert (member.status, end_s) == (status, abort_s or 0.2)
   assert member.num_sampled == 2
@@ -842,26 +773,21 @@ def test_an_environment_that_leaves_the_process_is_data():
   )
 
 
-def test_what_is_aborted_between_two_answers_asks_for_no_other():
-  async def run():
-    served = players.engine()
-    playing = players.player(
-      fakes.Counting(turns=3), served, limits=players.ONE
-    )
-    play = players.begin(playing)
-    # It is told of the turn, and aborts, before the member goes on.
-    playing.log.listeners.append(
-      lambda event: event["kind"] == "turn" and play.abort("stale")
-    )
-    group = await play.run()
-    return group, served.stats().sampled_tokens
-
-  group, sampled = virtual_clock.run(run())
+async def test_what_is_aborted_between_two_answers_asks_for_no_other():
+  served = players.engine()
+  playing = players.player(fakes.Counting(turns=3), served, limits=players.ONE)
+  play = players.begin(playing)
+  # It is told of the turn, and aborts, before the member goes on.
+  playing.log.listeners.append(
+    lambda event: event["kind"] == "turn" and play.abort("stale")
+  )
+  group = await play.run()
+  sampled = served.stats().sampled_tokens
   assert group.num_sampled == sampled == 2
   assert group.trajectories[0].status is STATUS.STALE
 
 
-def test_an_engine_that_cancels_by_itself_loses_no_group():
+async def test_an_engine_that_cancels_by_itself_loses_no_group():
   class Cancelling(scripted_engine.ScriptedEngine):
     """Cancels its answers to member 1."""
 
@@ -872,13 +798,10 @@ def test_an_engine_that_cancels_by_itself_loses_no_group():
         await nobody
       return await super().generate(request)
 
-  async def run():
-    served = players.engine(kind=Cancelling)
-    playing = players.player(fakes.Counting(), served)
-    group = await players.begin(playing).run()
-    return group, players.of_kind(playing, "fault")
-
-  group, (fault,) = virtual_clock.run(run())
+  served = players.engine(kind=Cancelling)
+  playing = players.player(fakes.Counting(), served)
+  group = await players.begin(playing).run()
+  (fault,) = players.of_kind(playing, "fault")
   statuses = [t.status for t in group.trajectories]
   assert (
     statuses == [STATUS.COMPLETED, STATUS.ENGINE_FAULT] + [STATUS.COMPLETED] * 2
@@ -887,43 +810,38 @@ def test_an_engine_that_cancels_by_itself_loses_no_group():
   assert "the engine cancelled" in fault["what"]
 
 
-def test_an_abort_reaches_a_request_whose_engine_was_lost():
-  async def run():
-    engines = [players.engine(delay_s=lambda _: 10.0) for _ in range(2)]
-    playing = players.player(fakes.Counting(), limits=players.ONE)
-    pool = router.Router(engines)
-    playing = dataclasses.replace(playing, router=pool)
-    play = players.begin(playing)
-    running = asyncio.create_task(play.run())
-    await asyncio.sleep(4)
-    await engines[0].close()
-    await asyncio.sleep(4)
-    play.abort("stale")
-    group = await running
-    return group, asyncio.get_running_loop().time()
-
-  group, end_s = virtual_clock.run(run())
+async def test_an_abort_reaches_a_request_whose_engine_was_lost():
+  engines = [players.engine(delay_s=lambda _: 10.0) for _ in range(2)]
+  playing = players.player(fakes.Counting(), limits=players.ONE)
+  pool = router.Router(engines)
+  playing = dataclasses.replace(playing, router=pool)
+  play = players.begin(playing)
+  running = asyncio.create_task(play.run())
+  await asyncio.sleep(4)
+  await engines[0].close()
+  await asyncio.sleep(4)
+  play.abort("stale")
+  group = await running
+  end_s = asyncio.get_running_loop().time()
   # The other engine has begun it anew, at 4 s, and sampled a first token.
   assert (end_s, group.num_sampled) == (8.0, 1)
   assert group.trajectories[0].status is STATUS.STALE
 
 
-def test_an_abort_reaches_a_request_whose_engine_dies_at_the_same_moment():
-  async def run():
-    loop = asyncio.get_running_loop()
-    engines = [players.engine(delay_s=lambda _: 10.0) for _ in range(2)]
-    pool = router.Router(engines)
-    playing = players.player(fakes.Counting(), limits=players.ONE)
-    playing = dataclasses.replace(playing, router=pool)
-    play = players.begin(playing)
-    running = asyncio.create_task(play.run())
-    await asyncio.sleep(4)
-    await engines[0].close()
-    play.abort("stale")
-    group = await running
-    return group, loop.time(), engines[1].stats().sampled_tokens
-
-  group, end_s, sampled_anew = virtual_clock.run(run())
+async def test_an_abort_reaches_a_request_whose_engine_dies_at_that_moment():
+  loop = asyncio.get_running_loop()
+  engines = [players.engine(delay_s=lambda _: 10.0) for _ in range(2)]
+  pool = router.Router(engines)
+  playing = players.player(fakes.Counting(), limits=players.ONE)
+  playing = dataclasses.replace(playing, router=pool)
+  play = players.begin(playing)
+  running = asyncio.create_task(play.run())
+  await asyncio.sleep(4)
+  await engines[0].close()
+  play.abort("stale")
+  group = await running
+  end_s = loop.time()
+  sampled_anew = engines[1].stats().sampled_tokens
   assert (end_s, sampled_anew) == (4.0, 0)
   assert group.trajectories[0].status is STATUS.STALE
 
@@ -976,18 +894,15 @@ class Ranked:
     return [base.Grade.single("rank", i) for i in range(len(transcripts))]
 
 
-def test_a_reward_that_compares_is_called_once_when_all_have_ended():
+async def test_a_reward_that_compares_is_called_once_when_all_have_ended():
   reward = Ranked()
 
-  async def run():
-    served = players.engine(delay_s=lambda priority: 0.1)
-    # Members take 0, 0.05 s... longer: the last ends after the others.
-    source = fakes.Counting(turns=1, lag_s=lambda index, member: member / 20)
-    playing = players.player(source, served, reward)
-    group = await players.begin(playing).run()
-    return group, playing.log.events
-
-  group, log = virtual_clock.run(run())
+  served = players.engine(delay_s=lambda priority: 0.1)
+  # Members take 0, 0.05 s... longer: the last ends after the others.
+  source = fakes.Counting(turns=1, lag_s=lambda index, member: member / 20)
+  playing = players.player(source, served, reward)
+  group = await players.begin(playing).run()
+  log = playing.log.events
   assert reward.seen == [4]
   assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
   kinds = [e["kind"] for e in log]
@@ -1020,24 +935,20 @@ def test_a_comparison_that_fails_is_a_fault_of_each_member():
     assert member.reward is None
 
 
-def test_an_abort_ends_a_comparison():
-  async def run():
-    playing = players.player(fakes.Counting(), reward=Ranked(takes_s=0.05))
-    attempt = players.begin(playing)
-    play = asyncio.create_task(attempt.run())
-    await asyncio.sleep(0.01)
-    attempt.abort("stale")
-    return await play, asyncio.get_running_loop().time()
-
-  group, time = virtual_clock.run(run())
+async def test_an_abort_ends_a_comparison():
+  playing = players.player(fakes.Counting(), reward=Ranked(takes_s=0.05))
+  attempt = players.begin(playing)
+  play = asyncio.create_task(attempt.run())
+  await asyncio.sleep(0.01)
+  attempt.abort("stale")
+  group = await play
+  time = asyncio.get_running_loop().time()
   assert time == 0.01
   assert [t.reward for t in group.trajectories] == [None] * 4
 
 
-def test_an_episode_without_a_group_is_graded_alone():
-  async def run():
-    playing = players.player(fakes.Counting(), reward=Ranked())
-    task = playing.source.task(0, "eval")
-    return await playing.play_alone(episode.Episode(task, 0, 0, 0))
-
-  assert virtual_clock.run(run()).parts == {"outcome": 1.0}
+async def test_an_episode_without_a_group_is_graded_alone():
+  playing = players.player(fakes.Counting(), reward=Ranked())
+  task = playing.source.task(0, "eval")
+  found = await playing.play_alone(episode.Episode(task, 0, 0, 0))
+  assert found.parts == {"outcome": 1.0}

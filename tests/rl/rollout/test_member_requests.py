@@ -16,6 +16,8 @@ from rl.runtime import virtual_clock
 from rl.testing import fakes, scripted_engine
 from tests.helpers import players_under_test as players
 
+pytestmark = pytest.mark.virtual_time
+
 LIMITS = dataclasses.replace(players.LIMITS, group_size=2, turn_tokens=4)
 
 
@@ -213,21 +215,18 @@ def test_an_environment_that_differs_is_played_anew_and_named(what, reason):
   assert said(group) == said(anew)
 
 
-def test_a_member_that_is_aborted_while_it_is_held_keeps_its_tokens():
-  async def run():
-    hold = member_requests.Hold()
-    playing = player(fakes.Counting())
-    rollout = begin(playing, hold=hold)
-    work = asyncio.create_task(rollout.run())
-    await asyncio.sleep(2.5)
-    hold.close()
-    rollout.hold()
-    await asyncio.sleep(0.01)
-    assert rollout.is_held
-    rollout.abort("stale")
-    return await work, playing
-
-  group, playing = virtual_clock.run(run())
+async def test_a_member_that_is_aborted_while_it_is_held_keeps_its_tokens():
+  hold = member_requests.Hold()
+  playing = player(fakes.Counting())
+  rollout = begin(playing, hold=hold)
+  work = asyncio.create_task(rollout.run())
+  await asyncio.sleep(2.5)
+  hold.close()
+  rollout.hold()
+  await asyncio.sleep(0.01)
+  assert rollout.is_held
+  rollout.abort("stale")
+  group = await work
   assert group.num_sampled == sampled(playing) == 4
 
 

@@ -13,6 +13,8 @@ from rl.runtime import watchdog as watchdog_lib
 from rl.testing import fakes
 from tests.helpers import players_under_test as players
 
+pytestmark = pytest.mark.virtual_time
+
 TASK = base.Task("shop/train/0", 0, "train", 0)
 SHOP = fakes.Counting(name="shop", restarts=True)
 QUICK = starting.Starting(first_wait_s=1.0, max_wait_s=4.0, breaker=3)
@@ -109,23 +111,21 @@ def test_a_fault_after_the_start_is_not_started_again():
   assert (len(source.kept), starts.retries) == (1, 0)
 
 
-def test_an_abort_ends_the_wait_for_another_start():
-  async def scenario():
-    source = players.Kept(fault="start", restarts=True)
-    playing = players.player(source)
-    group = players.begin(playing)
-    running = asyncio.create_task(group.run())
-    await asyncio.sleep(0.5)
-    group.abort("stale")
-    members = (await running).trajectories
-    await players.closed(playing)
-    return {one.status for one in members}, now(), source.kept
-
-  statuses, seconds, built = virtual_clock.run(scenario())
+async def test_an_abort_ends_the_wait_for_another_start():
+  source = players.Kept(fault="start", restarts=True)
+  playing = players.player(source)
+  group = players.begin(playing)
+  running = asyncio.create_task(group.run())
+  await asyncio.sleep(0.5)
+  group.abort("stale")
+  members = (await running).trajectories
+  await players.closed(playing)
+  statuses = {one.status for one in members}
+  seconds = now()
   assert statuses == {trajectory.Status.STALE}
   assert seconds == 0.5
-  assert len(built) == players.LIMITS.group_size
-  assert all(one.closed for one in built)
+  assert len(source.kept) == players.LIMITS.group_size
+  assert all(one.closed for one in source.kept)
 
 
 def test_a_breaker_opens_after_so_many_failures_in_a_row():
@@ -150,18 +150,15 @@ def test_a_breaker_opens_after_so_many_failures_in_a_row():
   assert breaker == starting.Breaker(fault="refused")
 
 
-def test_a_source_that_is_down_is_tried_one_start_at_a_time():
-  async def scenario():
-    # Never up: three starts at once open the breaker at 0.5 s.
-    starts, server = starting.Starts(QUICK), Server(up_s=1e6)
-    first = [outcome(starts, server) for _ in range(3)]
-    begun = [asyncio.create_task(one) for one in first]
-    await asyncio.sleep(1.0)
-    late = [asyncio.create_task(outcome(starts, server)) for _ in range(20)]
-    told = await asyncio.gather(*begun, *late)
-    return told, server.begun, starts
-
-  told, begun, starts = virtual_clock.run(scenario())
+async def test_a_source_that_is_down_is_tried_one_start_at_a_time():
+  # Never up: three starts at once open the breaker at 0.5 s.
+  starts, server = starting.Starts(QUICK), Server(up_s=1e6)
+  first = [outcome(starts, server) for _ in range(3)]
+  begun = [asyncio.create_task(one) for one in first]
+  await asyncio.sleep(1.0)
+  late = [asyncio.create_task(outcome(starts, server)) for _ in range(20)]
+  told = await asyncio.gather(*begun, *late)
+  begun = server.begun
   assert begun[:3] == [0.0] * 3
   # The breaker opened at 0.5 s, for 1 s, 2 s, 4 s: trials at 1.5, 4 and 8.5 s.
   assert begun[3:6] == [1.5, 4.0, 8.5]
@@ -174,36 +171,29 @@ def test_a_source_that_is_down_is_tried_one_start_at_a_time():
   assert starts.describe()["breakers_open"] == 1
 
 
-def test_a_source_that_is_up_again_is_started_as_before():
-  async def scenario():
-    starts, server = starting.Starts(QUICK), Server(up_s=1.8)
-    told = await asyncio.gather(*(outcome(starts, server) for _ in range(8)))
-    return told, server.begun, starts
-
-  told, begun, starts = virtual_clock.run(scenario())
+async def test_a_source_that_is_up_again_is_started_as_before():
+  starts, server = starting.Starts(QUICK), Server(up_s=1.8)
+  told = await asyncio.gather(*(outcome(starts, server) for _ in range(8)))
   # All fail at 0.5 s; the trial at 1.5 s succeeds at 2 s; the others follow
   # side by side, and none is lost.
-  assert begun == [0.0] * 8 + [1.5] + [2.0] * 7
+  assert server.begun == [0.0] * 8 + [1.5] + [2.0] * 7
   assert told == [2.0] + [2.5] * 7
   assert starts.describe() == {
     "retries": 8, "faults": 0, "refused": 0, "breakers_open": 0
   }  # fmt: skip
 
 
-def test_an_open_breaker_is_told_once_until_it_has_closed():
-  async def scenario():
-    starts, server = starting.Starts(QUICK), Server(up_s=1.8)
-    waiting = [asyncio.create_task(outcome(starts, server)) for _ in range(3)]
-    told = [starts.warnings()]
-    await asyncio.sleep(1.0)
-    told += [starts.warnings(), starts.warnings()]
-    await asyncio.gather(*waiting)
-    told.append(starts.warnings())
-    server.up_s = 1e6
-    await asyncio.gather(*(outcome(starts, server) for _ in range(3)))
-    return [*told, starts.warnings()]
-
-  before, opened, again, closed, reopened = virtual_clock.run(scenario())
+async def test_an_open_breaker_is_told_once_until_it_has_closed():
+  starts, server = starting.Starts(QUICK), Server(up_s=1.8)
+  waiting = [asyncio.create_task(outcome(starts, server)) for _ in range(3)]
+  told = [starts.warnings()]
+  await asyncio.sleep(1.0)
+  told += [starts.warnings(), starts.warnings()]
+  await asyncio.gather(*waiting)
+  told.append(starts.warnings())
+  server.up_s = 1e6
+  await asyncio.gather(*(outcome(starts, server) for _ in range(3)))
+  before, opened, again, closed, reopened = [*told, starts.warnings()]
   assert before == again == closed == []
   assert opened == [
     "the last 3 starts of shop have failed, the last with: connection refused; "
@@ -212,50 +202,41 @@ def test_an_open_breaker_is_told_once_until_it_has_closed():
   assert len(reopened) == 1
 
 
-def test_one_source_that_is_down_holds_up_no_other():
-  async def scenario():
-    starts, down, up = starting.Starts(QUICK), Server(up_s=1e6), Server()
-    failing = [asyncio.create_task(outcome(starts, down)) for _ in range(3)]
-    await asyncio.sleep(1.0)
-    other = dataclasses.replace(TASK, id="school/train/0")
-    school = dataclasses.replace(SHOP, name="school")
-    found = await starts.run(school, other, up.start)
-    for one in failing:
-      one.cancel()
-    return found
-
-  assert virtual_clock.run(scenario()) == 1.5
+async def test_one_source_that_is_down_holds_up_no_other():
+  starts, down, up = starting.Starts(QUICK), Server(up_s=1e6), Server()
+  failing = [asyncio.create_task(outcome(starts, down)) for _ in range(3)]
+  await asyncio.sleep(1.0)
+  other = dataclasses.replace(TASK, id="school/train/0")
+  school = dataclasses.replace(SHOP, name="school")
+  found = await starts.run(school, other, up.start)
+  for one in failing:
+    one.cancel()
+  assert found == 1.5
 
 
-def test_a_cancelled_trial_leaves_the_next_one_to_another():
-  async def scenario():
-    once = dataclasses.replace(QUICK, attempts=1)
-    starts, server = starting.Starts(once), Server(up_s=1.0)
-    await asyncio.gather(*(outcome(starts, server) for _ in range(3)))
-    first, second = (
-      asyncio.create_task(outcome(starts, server)) for _ in range(2)
-    )
-    await asyncio.sleep(0.1)
-    first.cancel()
-    return await second
-
+async def test_a_cancelled_trial_leaves_the_next_one_to_another():
+  once = dataclasses.replace(QUICK, attempts=1)
+  starts, server = starting.Starts(once), Server(up_s=1.0)
+  await asyncio.gather(*(outcome(starts, server) for _ in range(3)))
+  first, second = (
+    asyncio.create_task(outcome(starts, server)) for _ in range(2)
+  )
+  await asyncio.sleep(0.1)
+  first.cancel()
   # The breaker opened at 0.5 s, for 1 s.
-  assert virtual_clock.run(scenario()) == 2.0
+  assert await second == 2.0
 
 
-def test_waits_for_another_start_are_listed():
-  async def scenario():
-    watchdog = watchdog_lib.Watchdog(clock=now)
-    starts, server = starting.Starts(QUICK, watchdog), Server(up_s=1e6)
-    waiting = asyncio.create_task(
-      starts.run(SHOP, TASK, server.start, "episode 7")
-    )
-    await asyncio.sleep(1.0)
-    listed = watchdog.dump()
-    waiting.cancel()
-    return listed
-
-  assert "episode 7  another start of its env" in virtual_clock.run(scenario())
+async def test_waits_for_another_start_are_listed():
+  watchdog = watchdog_lib.Watchdog(clock=now)
+  starts, server = starting.Starts(QUICK, watchdog), Server(up_s=1e6)
+  waiting = asyncio.create_task(
+    starts.run(SHOP, TASK, server.start, "episode 7")
+  )
+  await asyncio.sleep(1.0)
+  listed = watchdog.dump()
+  waiting.cancel()
+  assert "episode 7  another start of its env" in listed
 
 
 def test_a_mixture_and_a_wrapper_say_what_their_source_says():

@@ -177,13 +177,10 @@ def test_only_the_newest_are_kept(two_saved, directory):
   assert sorted(p.name for p in directory.iterdir()) == ["2", "3"]
 
 
-def test_saving_and_restoring_work_inside_an_event_loop(checkpoints):
-  async def run():
-    checkpoints.save(1, _state(1), {})
-    checkpoints.wait()
-    return checkpoints.restore(_abstract(_state(0)))
-
-  assert asyncio.run(run()).step == 1
+async def test_saving_and_restoring_work_inside_an_event_loop(checkpoints):
+  checkpoints.save(1, _state(1), {})
+  checkpoints.wait()
+  assert checkpoints.restore(_abstract(_state(0))).step == 1
 
 
 @pytest.mark.parametrize(

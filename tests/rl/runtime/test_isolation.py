@@ -14,10 +14,12 @@ from envs import base, threads
 from rl.runtime import isolation, virtual_clock, watchdog
 from tests.helpers import machine_speed
 
+pytestmark = pytest.mark.virtual_time
+
 SAID = [base.Message("user", "on")]
 
 
-def test_a_deadline_lets_the_late_code_clean_up():
+async def test_a_deadline_lets_the_late_code_clean_up():
   done, late = [], set()
 
   async def slow():
@@ -29,36 +31,30 @@ def test_a_deadline_lets_the_late_code_clean_up():
       await asyncio.sleep(0.5)
       done.append(True)
 
-  async def run():
-    with pytest.raises(isolation.Fault, match=r"step took over 2 s"):
-      await isolation.guarded(slow, 2.0, "step", late=late)
-    assert (len(late), done) == (1, [])
-    await asyncio.wait(late)
-    return asyncio.get_running_loop().time()
-
-  assert virtual_clock.run(run()) == 2.5
+  with pytest.raises(isolation.Fault, match=r"step took over 2 s"):
+    await isolation.guarded(slow, 2.0, "step", late=late)
+  assert (len(late), done) == (1, [])
+  await asyncio.wait(late)
+  assert asyncio.get_running_loop().time() == 2.5
   assert (late, done) == (set(), [True])
 
 
 @pytest.mark.skipif(not isolation._EAGER, reason="before Python 3.12")
-def test_a_call_that_needs_no_wait_takes_no_turn_of_the_loop():
+async def test_a_call_that_needs_no_wait_takes_no_turn_of_the_loop():
   order = []
 
   async def at_once():
     order.append("call")
     return 3
 
-  async def run():
-    loop = asyncio.get_running_loop()
-    loop.call_soon(order.append, "next turn")
-    order.append(await isolation.guarded(at_once, 1.0, "step"))
-    await asyncio.sleep(0)
-
-  virtual_clock.run(run())
+  loop = asyncio.get_running_loop()
+  loop.call_soon(order.append, "next turn")
+  order.append(await isolation.guarded(at_once, 1.0, "step"))
+  await asyncio.sleep(0)
   assert order == ["call", 3, "next turn"]
 
 
-def test_a_timeout_inside_of_a_call_ends_the_call_and_not_its_caller():
+async def test_a_timeout_inside_of_a_call_ends_the_call_and_not_its_caller():
   async def hasty():
     # It finds the current task before its first wait.
     with pytest.raises(TimeoutError):
@@ -66,11 +62,8 @@ def test_a_timeout_inside_of_a_call_ends_the_call_and_not_its_caller():
         await asyncio.sleep(60)
     return 3
 
-  async def run():
-    value = await isolation.guarded(hasty, 5.0, "step")
-    return value, asyncio.get_running_loop().time()
-
-  assert virtual_clock.run(run()) == (3, 1.0)
+  value = await isolation.guarded(hasty, 5.0, "step")
+  assert (value, asyncio.get_running_loop().time()) == (3, 1.0)
 
 
 class Stubborn:
@@ -88,17 +81,14 @@ class Stubborn:
     self.ended = True
 
 
-def test_who_catches_its_cancellation_has_a_deadline_all_the_same():
+async def test_who_catches_its_cancellation_has_a_deadline_all_the_same():
   stubborn, late = Stubborn(9), set()
 
-  async def run():
-    with pytest.raises(isolation.Fault, match="step took over 2 s"):
-      await isolation.guarded(stubborn, 2.0, "step", late=late)
-    assert asyncio.get_running_loop().time() == 2.0
-    await asyncio.sleep(1)
-    return len(late)
-
-  assert virtual_clock.run(run()) == 1
+  with pytest.raises(isolation.Fault, match="step took over 2 s"):
+    await isolation.guarded(stubborn, 2.0, "step", late=late)
+  assert asyncio.get_running_loop().time() == 2.0
+  await asyncio.sleep(1)
+  assert len(late) == 1
   # Nor has the end of the loop waited for it, which cancels who is left.
   assert (stubborn.caught, stubborn.ended) == (1, False)
 
@@ -174,49 +164,38 @@ def test_a_plain_future_is_waited_for_without_a_task(end, expected):
   assert tasks == [1]
 
 
-def test_a_plain_future_that_is_late_is_cancelled():
-  async def run():
-    future, late = asyncio.get_running_loop().create_future(), set()
-    with pytest.raises(isolation.Fault, match=r"step took over 2 s"):
-      await isolation.guarded(lambda: future, 2.0, "step", late=late)
-    return future.cancelled(), late
-
-  assert virtual_clock.run(run()) == (True, set())
+async def test_a_plain_future_that_is_late_is_cancelled():
+  future, late = asyncio.get_running_loop().create_future(), set()
+  with pytest.raises(isolation.Fault, match=r"step took over 2 s"):
+    await isolation.guarded(lambda: future, 2.0, "step", late=late)
+  assert (future.cancelled(), late) == (True, set())
 
 
-def test_who_is_cancelled_does_not_wait_for_a_call_that_goes_on():
+async def test_who_is_cancelled_does_not_wait_for_a_call_that_goes_on():
   stubborn, late = Stubborn(2), set()
 
-  async def run():
-    call = isolation.guarded(stubborn, 50.0, "step", late=late)
-    work = asyncio.create_task(call)
-    await asyncio.sleep(1)
-    work.cancel()
-    await asyncio.wait([work])
-    assert (asyncio.get_running_loop().time(), len(late)) == (1.0, 1)
-    for left in late:
-      left.cancel()
-    await asyncio.wait(late)
-    return work.cancelled()
-
-  assert virtual_clock.run(run())
+  call = isolation.guarded(stubborn, 50.0, "step", late=late)
+  work = asyncio.create_task(call)
+  await asyncio.sleep(1)
+  work.cancel()
+  await asyncio.wait([work])
+  assert (asyncio.get_running_loop().time(), len(late)) == (1.0, 1)
+  for left in late:
+    left.cancel()
+  await asyncio.wait(late)
+  assert work.cancelled()
   assert (late, stubborn.ended) == (set(), True)
 
 
-def test_an_exit_is_a_fault_and_does_not_end_the_loop():
+async def test_an_exit_is_a_fault_and_does_not_end_the_loop():
   async def leave():
     raise SystemExit("quit()")
 
-  async def run():
-    with pytest.raises(
-      isolation.Fault, match=r"step raised SystemExit: quit()"
-    ):
-      await isolation.guarded(leave, 1.0, "step")
-    with pytest.raises(isolation.Fault, match="making it raised SystemExit: 3"):
-      isolation.contained(lambda: sys.exit(3), "making it")
-    return True
-
-  assert virtual_clock.run(run())
+  with pytest.raises(isolation.Fault, match=r"step raised SystemExit: quit()"):
+    await isolation.guarded(leave, 1.0, "step")
+  with pytest.raises(isolation.Fault, match="making it raised SystemExit: 3"):
+    isolation.contained(lambda: sys.exit(3), "making it")
+  assert True
 
 
 def test_an_interrupt_of_the_user_is_no_fault():

@@ -14,19 +14,18 @@ from tests.helpers import machine_speed
 pytestmark = pytest.mark.compiled
 
 
-def test_work_runs_in_order_on_one_thread_off_the_event_loop(thread, spans):
+async def test_work_runs_in_order_on_one_thread_off_the_event_loop(
+  thread, spans
+):
   order = []
 
   def work(i):
     order.append(i)
     return threading.get_ident()
 
-  async def scenario():
-    return await asyncio.gather(
-      *(thread.run(f"work {i}", work, i) for i in range(5))
-    )
-
-  threads = asyncio.run(scenario())
+  threads = await asyncio.gather(
+    *(thread.run(f"work {i}", work, i) for i in range(5))
+  )
   assert order == [0, 1, 2, 3, 4]
   assert len(set(threads)) == 1
   assert threading.get_ident() not in threads
@@ -38,7 +37,7 @@ def test_work_runs_in_order_on_one_thread_off_the_event_loop(thread, spans):
   assert ends == sorted(ends)
 
 
-def test_a_cancelled_caller_leaves_the_program_running(thread):
+async def test_a_cancelled_caller_leaves_the_program_running(thread):
   begun, go, order = threading.Event(), threading.Event(), []
 
   def slow():
@@ -46,29 +45,23 @@ def test_a_cancelled_caller_leaves_the_program_running(thread):
     go.wait(machine_speed.scaled(10))
     order.append("slow")
 
-  async def scenario():
-    caller = asyncio.create_task(thread.run("slow", slow))
-    await asyncio.to_thread(begun.wait, 10)
-    caller.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await caller
-    following = asyncio.create_task(thread.run("next", order.append, "next"))
-    await asyncio.sleep(0.01)
-    assert order == []
-    go.set()
-    await following
-
-  asyncio.run(scenario())
+  caller = asyncio.create_task(thread.run("slow", slow))
+  await asyncio.to_thread(begun.wait, 10)
+  caller.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await caller
+  following = asyncio.create_task(thread.run("next", order.append, "next"))
+  await asyncio.sleep(0.01)
+  assert order == []
+  go.set()
+  await following
   assert order == ["slow", "next"]
 
 
-def test_an_exception_reaches_the_caller_and_the_thread_goes_on(thread):
-  async def scenario():
-    with pytest.raises(ZeroDivisionError):
-      await thread.run("bad", lambda: 1 / 0)
-    return await thread.run("good", lambda: 7)
-
-  assert asyncio.run(scenario()) == 7
+async def test_an_exception_reaches_the_caller_and_the_thread_goes_on(thread):
+  with pytest.raises(ZeroDivisionError):
+    await thread.run("bad", lambda: 1 / 0)
+  assert await thread.run("good", lambda: 7) == 7
 
 
 def test_only_explicit_transfers_are_allowed(thread):
@@ -92,7 +85,7 @@ def test_arrays_are_ready_when_run_returns(thread):
   assert result.is_ready()
 
 
-def test_programs_are_queued_at_once_and_answer_in_order(thread):
+async def test_programs_are_queued_at_once_and_answer_in_order(thread):
   go, order = threading.Event(), []
 
   def work(i):
@@ -100,50 +93,41 @@ def test_programs_are_queued_at_once_and_answer_in_order(thread):
     order.append(i)
     return i
 
-  async def scenario():
-    futures = [thread.submit("work", work, i) for i in range(3)]
-    await asyncio.sleep(0.01)
-    assert not any(future.done() for future in futures)
-    # Who no longer waits for a result does not stop its program.
-    futures[1].cancel()
-    go.set()
-    return [await futures[0], await futures[2]]
-
-  assert asyncio.run(scenario()) == [0, 2]
+  futures = [thread.submit("work", work, i) for i in range(3)]
+  await asyncio.sleep(0.01)
+  assert not any(future.done() for future in futures)
+  # Who no longer waits for a result does not stop its program.
+  futures[1].cancel()
+  go.set()
+  assert [await futures[0], await futures[2]] == [0, 2]
   assert order == [0, 1, 2]
 
 
-def test_a_closed_thread_refuses_work_after_what_is_queued(spans):
+async def test_a_closed_thread_refuses_work_after_what_is_queued(spans):
   thread, order = mesh_thread.MeshThread("decode", spans), []
 
-  async def scenario():
-    queued = thread.submit("work", order.append, 1)
-    thread.close()
-    await queued
-    with pytest.raises(RuntimeError, match="the decode thread was closed"):
-      thread.submit("work", order.append, 2)
-    with pytest.raises(RuntimeError, match="the decode thread was closed"):
-      await thread.run("work", order.append, 3)
-
-  asyncio.run(scenario())
+  queued = thread.submit("work", order.append, 1)
+  thread.close()
+  await queued
+  with pytest.raises(RuntimeError, match="the decode thread was closed"):
+    thread.submit("work", order.append, 2)
+  with pytest.raises(RuntimeError, match="the decode thread was closed"):
+    await thread.run("work", order.append, 3)
   assert order == [1]
 
 
-def test_a_program_that_hangs_is_known_until_it_ends(monkeypatch):
+async def test_a_program_that_hangs_is_known_until_it_ends(monkeypatch):
   monkeypatch.setattr(mesh_thread, "_CLOSE_S", 0.01)
   thread, go = (
     mesh_thread.MeshThread("decode", trace.Trace(None)),
     threading.Event(),
   )
 
-  async def scenario():
-    hung = thread.submit("decode", lambda: go.wait(machine_speed.scaled(60)))
-    hung.add_done_callback(lambda _: None)
-    thread.close()
-    assert mesh_thread.is_one_left_behind()
-    go.set()
-    await hung
-
-  asyncio.run(scenario())
+  hung = thread.submit("decode", lambda: go.wait(machine_speed.scaled(60)))
+  hung.add_done_callback(lambda _: None)
+  thread.close()
+  assert mesh_thread.is_one_left_behind()
+  go.set()
+  await hung
   thread._thread.join()
   assert not mesh_thread.is_one_left_behind()

@@ -56,22 +56,20 @@ def test_a_wait_in_time_returns_the_result_and_leaves_no_trace():
   assert watch.dump() == "nobody waits"
 
 
-def test_a_stall_names_owner_what_and_everyone_who_waits(monkeypatch):
+async def test_a_stall_names_owner_what_and_everyone_who_waits(monkeypatch):
   # Threads that other tests have left may be busy.
   monkeypatch.setattr(watchdog, "busy_threads", lambda: "")
   reports = []
   watch = watchdog.Watchdog(reports.append)
 
-  async def run():
-    other = asyncio.create_task(
-      _wait(watch, asyncio.sleep(9), owner="publisher", what="engine 1")
-    )
-    with pytest.raises(watchdog.Stalled) as stalled:
-      await _wait(watch, asyncio.sleep(9), 0.2, what="groups 12..19")
-    other.cancel()
-    return str(stalled.value)
-
-  text = asyncio.run(run())
+  other = asyncio.create_task(
+    _wait(watch, asyncio.sleep(9), owner="publisher", what="engine 1")
+  )
+  with pytest.raises(watchdog.Stalled) as stalled:
+    await _wait(watch, asyncio.sleep(9), 0.2, what="groups 12..19")
+  other.cancel()
+  await asyncio.wait([other])
+  text = str(stalled.value)
   assert re.fullmatch(
     r"learner waited 0\.\d s for groups 12\.\.19 \(deadline 0\.2 s\);"
     r" waiting now:\n"
@@ -154,14 +152,11 @@ def test_seconds_are_those_of_the_clock_that_was_given():
   assert table[1] == "episode 3  a step  42.0 s    60.0 s"
 
 
-def test_the_awaitable_of_a_stalled_wait_is_cancelled():
-  async def run():
-    task = asyncio.create_task(asyncio.sleep(9))
-    with pytest.raises(watchdog.Stalled):
-      await _wait(watchdog.Watchdog(), task, 0.01)
-    return task.cancelled()
-
-  assert asyncio.run(run())
+async def test_the_awaitable_of_a_stalled_wait_is_cancelled():
+  task = asyncio.create_task(asyncio.sleep(9))
+  with pytest.raises(watchdog.Stalled):
+    await _wait(watchdog.Watchdog(), task, 0.01)
+  assert task.cancelled()
 
 
 @pytest.mark.parametrize("error", [ValueError, TimeoutError])
@@ -175,18 +170,15 @@ def test_an_exception_of_the_awaitable_passes_unchanged(error):
   assert not isinstance(raised.value, watchdog.Stalled)
 
 
-def test_cancelling_a_waiter_is_a_cancellation_and_no_stall():
+async def test_cancelling_a_waiter_is_a_cancellation_and_no_stall():
   watch = watchdog.Watchdog(pytest.fail)
 
-  async def run():
-    task = asyncio.create_task(_wait(watch, asyncio.sleep(9)))
-    await asyncio.sleep(0)
-    assert "learner" in watch.dump()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await task
-
-  asyncio.run(run())
+  task = asyncio.create_task(_wait(watch, asyncio.sleep(9)))
+  await asyncio.sleep(0)
+  assert "learner" in watch.dump()
+  task.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await task
   assert watch.dump() == "nobody waits"
 
 
@@ -204,41 +196,35 @@ def test_of_nested_waits_the_one_that_overruns_is_named(
   assert watch.dump() == "nobody waits"
 
 
-def test_a_signal_handler_can_dump():
+async def test_a_signal_handler_can_dump():
   watch = watchdog.Watchdog()
   dumps = []
 
-  async def run():
-    previous = signal.signal(
-      signal.SIGUSR1, lambda *_: dumps.append(watch.dump())
-    )
-    try:
-      waiting = asyncio.create_task(_wait(watch, asyncio.sleep(0.05)))
-      await asyncio.sleep(0)
-      signal.raise_signal(signal.SIGUSR1)
-      await waiting
-    finally:
-      signal.signal(signal.SIGUSR1, previous)
-
-  asyncio.run(run())
+  previous = signal.signal(
+    signal.SIGUSR1, lambda *_: dumps.append(watch.dump())
+  )
+  try:
+    waiting = asyncio.create_task(_wait(watch, asyncio.sleep(0.05)))
+    await asyncio.sleep(0)
+    signal.raise_signal(signal.SIGUSR1)
+    await waiting
+  finally:
+    signal.signal(signal.SIGUSR1, previous)
   assert "groups" in dumps[0]
 
 
-def test_a_blocked_loop_is_reported_once_with_its_stack():
+async def test_a_blocked_loop_is_reported_once_with_its_stack():
   reports = []
   watch = watchdog.Watchdog(reports.append)
 
   def compute_on_the_loop():
     time.sleep(0.7)
 
-  async def run():
-    with watch.guard(loop_lag_s=0.2):
-      waiting = asyncio.create_task(_wait(watch, asyncio.sleep(0.8)))
-      await asyncio.sleep(0)
-      compute_on_the_loop()
-      await waiting
-
-  asyncio.run(run())
+  with watch.guard(loop_lag_s=0.2):
+    waiting = asyncio.create_task(_wait(watch, asyncio.sleep(0.8)))
+    await asyncio.sleep(0)
+    compute_on_the_loop()
+    await waiting
   # Asked for a beat at 0.2 s, none by 0.4 and 0.6 s, free again at 0.7 s.
   assert len(reports) == 1
   assert reports[0].startswith("the event loop is blocked for more than 0.2 s")
@@ -246,27 +232,21 @@ def test_a_blocked_loop_is_reported_once_with_its_stack():
   assert "learner  groups" in reports[0]
 
 
-def test_a_loop_that_stays_blocked_is_ended():
+async def test_a_loop_that_stays_blocked_is_ended():
   ended = threading.Event()
   watch = watchdog.Watchdog()
 
-  async def run():
-    with watch.guard(loop_lag_s=0.1, end_s=0.3, end=ended.set):
-      # Blocks the loop: nothing but the guard's thread can end this.
-      assert ended.wait(machine_speed.scaled(60))
-
-  asyncio.run(run())
+  with watch.guard(loop_lag_s=0.1, end_s=0.3, end=ended.set):
+    # Blocks the loop: nothing but the guard's thread can end this.
+    assert ended.wait(machine_speed.scaled(60))
 
 
-def test_a_loop_that_is_free_in_time_is_not_ended():
+async def test_a_loop_that_is_free_in_time_is_not_ended():
   watch = watchdog.Watchdog()
 
-  async def run():
-    with watch.guard(loop_lag_s=0.1, end_s=60, end=pytest.fail):
-      time.sleep(0.3)
-      await asyncio.sleep(0.3)
-
-  asyncio.run(run())
+  with watch.guard(loop_lag_s=0.1, end_s=60, end=pytest.fail):
+    time.sleep(0.3)
+    await asyncio.sleep(0.3)
 
 
 @pytest.fixture
@@ -375,11 +355,8 @@ def test_a_blocked_loop_tells_where_the_thread_is_that_blocks_it(gate):
   assert "MainThread" not in rest  # The loop is told once.
 
 
-def test_a_loop_that_only_awaits_is_not_reported():
+async def test_a_loop_that_only_awaits_is_not_reported():
   watch = watchdog.Watchdog(pytest.fail)
 
-  async def run():
-    with watch.guard(loop_lag_s=0.2):
-      await asyncio.sleep(0.7)
-
-  asyncio.run(run())
+  with watch.guard(loop_lag_s=0.2):
+    await asyncio.sleep(0.7)

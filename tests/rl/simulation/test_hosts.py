@@ -12,6 +12,8 @@ from rl.simulation import distributions, hosts, simulate, workload
 from rl.simulation import result as simulation_result
 from tests.helpers import simulated_runs
 
+pytestmark = pytest.mark.virtual_time
+
 close = pytest.approx
 
 
@@ -72,18 +74,15 @@ def test_who_finds_every_host_down_waits_until_one_is_back():
   assert found == [(0, 1.0, True), (0, 12.0, False)]
 
 
-def test_a_wait_that_is_given_up_leaves_its_slot_to_the_next():
-  async def main():
-    pool = hosts.HostPool(hosts.Hosts(count=1, slots=1))
-    first = await pool.admit()
-    given_up, next_one = (asyncio.create_task(pool.admit()) for _ in "12")
-    await asyncio.sleep(1.0)
-    pool.release(first)  # Granted, and given up before it could go on.
-    given_up.cancel()
-    await asyncio.wait([given_up])
-    return given_up.cancelled(), (await next_one).begun_s
-
-  assert virtual_clock.run(main()) == (True, 1.0)
+async def test_a_wait_that_is_given_up_leaves_its_slot_to_the_next():
+  pool = hosts.HostPool(hosts.Hosts(count=1, slots=1))
+  first = await pool.admit()
+  given_up, next_one = (asyncio.create_task(pool.admit()) for _ in "12")
+  await asyncio.sleep(1.0)
+  pool.release(first)  # Granted, and given up before it could go on.
+  given_up.cancel()
+  await asyncio.wait([given_up])
+  assert (given_up.cancelled(), (await next_one).begun_s) == (True, 1.0)
 
 
 def test_random_outages_have_their_mean_and_follow_from_the_seed():

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from rl.engine import contract
-from rl.runtime import virtual_clock
 from rl.schedule import overlap
 from rl.simulation import engine as simulated_engine
 from rl.simulation import processes, simulate
 from rl.simulation import processor as simulated_processor
 from rl.simulation import result as simulation_result
 from tests.helpers import simulated_runs
+
+pytestmark = pytest.mark.virtual_time
 
 close = simulated_runs.close
 COSTS = processes.ProcessCosts(call_s=0.2, copy_s=0.5)
@@ -71,17 +72,14 @@ def test_schedules_keep_their_promises_with_processes(schedule):
   assert result.ledger.error == 0
 
 
-def test_a_fetch_waits_for_the_command_before_it():
-  async def main():
-    gang, loop = processes.SimulatedGang(COSTS, 2), asyncio.get_running_loop()
-    training = asyncio.create_task(gang.command(4.0))
-    await asyncio.sleep(1.0)
-    await gang.fetch()
-    await training
-    return loop.time()
-
+async def test_a_fetch_waits_for_the_command_before_it():
+  gang, loop = processes.SimulatedGang(COSTS, 2), asyncio.get_running_loop()
+  training = asyncio.create_task(gang.command(4.0))
+  await asyncio.sleep(1.0)
+  await gang.fetch()
+  await training
   # The command until 4.2 s, then 0.2 s and 0.25 s, and 0.5 s here.
-  assert virtual_clock.run(main()) == close(4.2 + 0.45 + 0.5)
+  assert loop.time() == close(4.2 + 0.45 + 0.5)
 
 
 def called(length=100):
@@ -103,34 +101,29 @@ def request(max_tokens=1000):
   )
 
 
-def test_the_first_version_is_known_until_the_answer_is_back():
-  async def main():
-    engine, known = called(), []
-    answer = asyncio.create_task(engine.generate(request()))
-    # On its way, sampled from 0.1 s to 2.1 s, and on its way back.
-    for at_s in (0.05, 1.0, 2.15):
-      await asyncio.sleep(at_s - asyncio.get_running_loop().time())
-      known.append(engine.begun("0"))
-    await answer
-    with pytest.raises(ValueError, match="not in flight"):
-      engine.begun("0")
-    return known, asyncio.get_running_loop().time()
-
-  known, end_s = virtual_clock.run(main())
+async def test_the_first_version_is_known_until_the_answer_is_back():
+  engine, known = called(), []
+  answer = asyncio.create_task(engine.generate(request()))
+  # On its way, sampled from 0.1 s to 2.1 s, and on its way back.
+  for at_s in (0.05, 1.0, 2.15):
+    await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+    known.append(engine.begun("0"))
+  await answer
+  with pytest.raises(ValueError, match="not in flight"):
+    engine.begun("0")
+  end_s = asyncio.get_running_loop().time()
   assert known == [None, 0, 0]
   assert end_s == close(2.2)
 
 
 @pytest.mark.parametrize(("at_s", "tokens"), [(0.0, 1), (1.0, 51)])
-def test_an_abort_arrives_as_late_as_a_request(at_s, tokens):
-  async def main():
-    engine = called()
-    answer = asyncio.create_task(engine.generate(request()))
-    await asyncio.sleep(at_s)
-    engine.abort("0")
-    return await answer, asyncio.get_running_loop().time()
-
-  answer, end_s = virtual_clock.run(main())
+async def test_an_abort_arrives_as_late_as_a_request(at_s, tokens):
+  engine = called()
+  answer = asyncio.create_task(engine.generate(request()))
+  await asyncio.sleep(at_s)
+  engine.abort("0")
+  answer = await answer
+  end_s = asyncio.get_running_loop().time()
   assert answer.stop == "abort"
   # The token under way counts.
   assert len(answer.tokens) == tokens

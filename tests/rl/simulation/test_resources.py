@@ -10,6 +10,8 @@ from rl.schedule import overlap
 from rl.simulation import distributions, resources, simulate, workload
 from tests.helpers import simulated_runs
 
+pytestmark = pytest.mark.virtual_time
+
 close = pytest.approx
 
 
@@ -63,47 +65,41 @@ def test_standing_seats_are_paid_from_the_beginning_to_the_end():
   assert costs.cost == close(10.0)
 
 
-def test_a_call_that_is_given_up_leaves_its_seat_to_the_next():
-  async def main():
-    pool = resources.SeatPool(resources.Seats(count=1))
-    order = []
+async def test_a_call_that_is_given_up_leaves_its_seat_to_the_next():
+  pool = resources.SeatPool(resources.Seats(count=1))
+  order = []
 
-    async def one(name, work_s):
-      async with pool.seat():
-        await asyncio.sleep(work_s)
-      order.append(name)
+  async def one(name, work_s):
+    async with pool.seat():
+      await asyncio.sleep(work_s)
+    order.append(name)
 
-    first = asyncio.create_task(one("first", 5.0))
-    given_up = asyncio.create_task(one("given up", 1.0))
-    last = asyncio.create_task(one("last", 1.0))
-    await asyncio.sleep(1.0)
-    given_up.cancel()
-    first.cancel()
-    await asyncio.wait([first, given_up, last])
-    return order, asyncio.get_running_loop().time()
-
-  assert virtual_clock.run(main()) == (["last"], close(2.0))
+  first = asyncio.create_task(one("first", 5.0))
+  given_up = asyncio.create_task(one("given up", 1.0))
+  last = asyncio.create_task(one("last", 1.0))
+  await asyncio.sleep(1.0)
+  given_up.cancel()
+  first.cancel()
+  await asyncio.wait([first, given_up, last])
+  assert (order, asyncio.get_running_loop().time()) == (["last"], close(2.0))
 
 
-def test_a_seat_goes_on_to_be_warm_when_its_call_gives_up():
-  async def main():
-    pool = resources.SeatPool(
-      resources.Seats(count=1, elastic=True, cold_s=9.0, idle_s=5.0)
-    )
+async def test_a_seat_goes_on_to_be_warm_when_its_call_gives_up():
+  pool = resources.SeatPool(
+    resources.Seats(count=1, elastic=True, cold_s=9.0, idle_s=5.0)
+  )
 
-    async def one():
-      async with pool.seat():
-        pass
+  async def one():
+    async with pool.seat():
+      pass
 
-    task = asyncio.create_task(one())
-    await asyncio.sleep(3.0)
-    task.cancel()
-    await asyncio.wait([task])
-    waits = pool.costs()
-    await one()
-    return waits, pool.costs()
-
-  gave_up, costs = virtual_clock.run(main())
+  task = asyncio.create_task(one())
+  await asyncio.sleep(3.0)
+  task.cancel()
+  await asyncio.wait([task])
+  gave_up = pool.costs()
+  await one()
+  costs = pool.costs()
   assert (gave_up.calls, gave_up.mean_wait_s) == (0, close(3.0))
   # The second call waits from 3 s to 9 s, when the seat is warm.
   assert (costs.cold_starts, costs.calls) == (1, 1)

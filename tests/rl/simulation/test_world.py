@@ -14,6 +14,8 @@ from rl.simulation import distributions, workload
 from rl.simulation import engine as simulated_engine
 from rl.simulation import world as world_lib
 
+pytestmark = pytest.mark.virtual_time
+
 MATH = workload.Workload(
   name="math",
   share=3.0,
@@ -67,16 +69,13 @@ def test_it_has_the_sources_and_shares_of_its_workloads(world):
   assert isinstance(world_lib.SimulatedReward(world), base.Reward)
 
 
-def test_an_episode_takes_its_turns_and_their_seconds(world):
-  async def play():
-    environment = world(world.sources[1].task(4, "train"))
-    first = await environment.start()
-    step = await environment.step(base.Message("assistant", ""))
-    last = await environment.step(base.Message("assistant", ""))
-    await environment.close()
-    return first, step, last, asyncio.get_running_loop().time()
-
-  first, step, last, seconds = virtual_clock.run(play())
+async def test_an_episode_takes_its_turns_and_their_seconds(world):
+  environment = world(world.sources[1].task(4, "train"))
+  first = await environment.start()
+  step = await environment.step(base.Message("assistant", ""))
+  last = await environment.step(base.Message("assistant", ""))
+  await environment.close()
+  seconds = asyncio.get_running_loop().time()
   assert seconds == pytest.approx(5.0 + 2 * 2.0)
   assert len(world.open(first)) == 100  # What a workload has by default.
   assert len(world.append(step.messages)) == 7
@@ -109,15 +108,12 @@ def test_an_answer_belongs_to_its_play_whoever_asks_for_it(world):
   assert len(lengths) == 1
 
 
-def test_a_reward_takes_its_seconds_and_is_0_or_1(world):
-  async def grade():
-    reward = world_lib.SimulatedReward(world)
-    grades = [(await reward(task, [play]))[0].value for play in plays]
-    return grades, asyncio.get_running_loop().time()
-
+async def test_a_reward_takes_its_seconds_and_is_0_or_1(world):
   task = world.sources[1].task(0, "train")
   plays = [base.Transcript([opening(world, task)], []) for _ in range(40)]
-  grades, seconds = virtual_clock.run(grade())
+  reward = world_lib.SimulatedReward(world)
+  grades = [(await reward(task, [play]))[0].value for play in plays]
+  seconds = asyncio.get_running_loop().time()
   assert set(grades) == {0.0, 1.0}
   assert seconds == pytest.approx(40.0)
 
@@ -168,17 +164,14 @@ def test_equal_numbers_take_the_memory_of_one():
     versions[0] = 8
 
 
-def test_a_play_that_was_graded_is_forgotten():
+async def test_a_play_that_was_graded_is_forgotten():
   world = world_lib.World((workload.Workload(),), 0)
 
-  async def play():
-    task = world.task(0, "train")
-    transcript = base.Transcript(await world(task).start(), [])
+  task = world.task(0, "train")
+  transcript = base.Transcript(await world(task).start(), [])
+  await world.grade(task, [transcript])
+  with pytest.raises(KeyError):
     await world.grade(task, [transcript])
-    with pytest.raises(KeyError):
-      await world.grade(task, [transcript])
-
-  virtual_clock.run(play())
 
 
 @pytest.mark.parametrize("call", ["start", "step", "reward"])

@@ -8,6 +8,8 @@ from envs import base
 from rl.runtime import virtual_clock
 from rl.testing import fakes
 
+pytestmark = pytest.mark.virtual_time
+
 YES = base.Message("assistant", "yes")
 NO = base.Message("assistant", "no")
 
@@ -31,19 +33,16 @@ def test_the_reward_is_the_share_of_answers_that_were_yes():
   assert [step.done for step in steps] == [False] * 3 + [True]
 
 
-def test_one_member_of_each_group_can_be_slow():
+async def test_one_member_of_each_group_can_be_slow():
   source = fakes.Counting(
     delay_s=lambda index, step: 1.0 + step,
     lag_s=lambda index, member: 10.0 * (member == 2 and index == 1),
   )
 
-  async def scenario():
-    tasks = [source.task(index, "train") for index in (0, 1)]
-    plays = [play(source(task)) for task in tasks for _ in range(3)]
-    return [end for _, end in await asyncio.gather(*plays)]
-
+  tasks = [source.task(index, "train") for index in (0, 1)]
+  plays = [play(source(task)) for task in tasks for _ in range(3)]
   # Two steps of 1 s and 2 s; those of the third member of task 1 take 11, 12.
-  assert virtual_clock.run(scenario()) == [3, 3, 3, 3, 3, 23]
+  assert [end for _, end in await asyncio.gather(*plays)] == [3, 3, 3, 3, 3, 23]
 
 
 def test_the_number_of_a_member_is_no_part_of_the_source():
@@ -65,7 +64,7 @@ def test_the_number_of_a_member_is_no_part_of_the_source():
     ("hang_close", "close"),
   ],
 )
-def test_a_fault_breaks_one_method_of_the_chosen_members(fault, method):
+async def test_a_fault_breaks_one_method_of_the_chosen_members(fault, method):
   source = fakes.Counting(
     fault=fault,
     faulty=lambda index: index > 0,
@@ -87,12 +86,10 @@ def test_a_fault_breaks_one_method_of_the_chosen_members(fault, method):
         failed[name] = isinstance(error, TimeoutError)
     return failed
 
-  async def scenario():
-    tasks = [source.task(index, "train") for index in (0, 0, 1, 1, 1)]
-    return [await broken(source(task)) for task in tasks]
-
   wrong = {method: fault.startswith("hang")}
-  assert virtual_clock.run(scenario()) == [{}, {}, {}, wrong, {}]
+  tasks = [source.task(index, "train") for index in (0, 0, 1, 1, 1)]
+  found = [await broken(source(task)) for task in tasks]
+  assert found == [{}, {}, {}, wrong, {}]
 
 
 def test_a_judge_sums_what_the_environment_gave_late_or_not_at_all():

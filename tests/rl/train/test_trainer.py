@@ -311,7 +311,7 @@ def meshed(dense_config):
   ("old_logprob", "changes"),
   [("decode", False), ("snapshot", False), ("recompute", True)],
 )
-def test_a_mesh_compares_with_its_own_weights(
+async def test_a_mesh_compares_with_its_own_weights(
   meshed, old_logprob: overlap.OldLogprob, changes
 ):
   """The weights old / behaviour say which policy was scored."""
@@ -327,16 +327,13 @@ def test_a_mesh_compares_with_its_own_weights(
     objective=CORRECTED,
   )
 
-  async def scenario():
-    trainer.restore(meshed.init(jax.random.key(0)))
-    await trainer.begin_round(0)
-    found = []
-    for _ in range(2):
-      await trainer.accumulate([group(1.0, 0.0)])
-      found.append(await trainer.update())
-    return found
-
-  first, second = asyncio.run(scenario())
+  trainer.restore(meshed.init(jax.random.key(0)))
+  await trainer.begin_round(0)
+  found = []
+  for _ in range(2):
+    await trainer.accumulate([group(1.0, 0.0)])
+    found.append(await trainer.update())
+  first, second = found
   thread.close()
   weight, again = first["correction/weight"], second["correction/weight"]
   if old_logprob == "decode":
