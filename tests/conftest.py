@@ -220,12 +220,18 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-  """Runs a test that is `async`, in virtual time where it is marked so."""
+  """Runs a test that is `async`, in virtual time where it is marked so.
+
+  A fixture that lives on a loop of its own, as an engine does, runs it there.
+  """
   if not inspect.iscoroutinefunction(pyfuncitem.obj):
     return None
   parameters = inspect.signature(pyfuncitem.obj).parameters
-  test = pyfuncitem.obj(**{x: pyfuncitem.funcargs[x] for x in parameters})
-  if pyfuncitem.get_closest_marker("virtual_time"):
+  fixtures = {x: pyfuncitem.funcargs[x] for x in parameters}
+  test = pyfuncitem.obj(**fixtures)
+  if served := [x for x in fixtures.values() if hasattr(x, "runner")]:
+    served[0].run(test)
+  elif pyfuncitem.get_closest_marker("virtual_time"):
     from rl.runtime import virtual_clock
 
     virtual_clock.run(test)

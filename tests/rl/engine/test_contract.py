@@ -92,7 +92,7 @@ def test_logprobs_are_those_before_filters(served, filters):
       assert max(ranks) > 0
 
 
-def test_the_most_probable_ids_are_listed_with_the_logprobs_of_the_policy(
+async def test_the_most_probable_ids_are_listed_with_the_logprobs_of_the_policy(
   served,
 ):
   if not served.engine.capabilities.top_logprobs:
@@ -109,16 +109,10 @@ def test_the_most_probable_ids_are_listed_with_the_logprobs_of_the_policy(
   async def streamed(request):
     return [delta async for delta in served.engine.stream(request)]
 
-  async def scenario():
-    requests = [
-      served.request([3, i], 7, **kind) for i, kind in enumerate(kinds)
-    ]
-    *beside, plain = await asyncio.gather(
-      *map(streamed, requests), served.answer([3, 4], 7)
-    )
-    return requests, beside, plain
-
-  requests, answers, plain = served.run(scenario())
+  requests = [served.request([3, i], 7, **kind) for i, kind in enumerate(kinds)]
+  answers, plain = await asyncio.gather(
+    asyncio.gather(*map(streamed, requests)), served.answer([3, 4], 7)
+  )
   assert plain.top is None
   for request, deltas in zip(requests, answers, strict=True):
     done, count = deltas[-1].completion, request.top_logprobs
@@ -141,49 +135,40 @@ def test_the_most_probable_ids_are_listed_with_the_logprobs_of_the_policy(
       assert (done.logprobs < done.top.logprobs[:, 0]).any()
 
 
-def test_frequencies_are_the_probabilities(served):
+async def test_frequencies_are_the_probabilities(served):
   # Of 600 draws a frequency is off by 3 * sqrt(p (1 - p) / 600) < 0.062, and
   # half of the sum over 24 ids by about 0.08 at most.
-  async def scenario():
-    return await asyncio.gather(
-      *(served.answer([5, 6], 1, temperature=1.0, seed=i) for i in range(600))
-    )
-
   logits = served.logits([5, 6])[-1]
   expected = np.exp(logits - logits.max())
   expected /= expected.sum()
-  counts = np.bincount(
-    [int(done.tokens[0]) for done in served.run(scenario())], minlength=24
+  found = await asyncio.gather(
+    *(served.answer([5, 6], 1, temperature=1.0, seed=i) for i in range(600))
   )
+  counts = np.bincount([int(done.tokens[0]) for done in found], minlength=24)
   assert abs(counts / 600 - expected).sum() / 2 < 0.12
 
 
-def test_a_seed_decides_the_tokens_whatever_else_is_decoded(served):
+async def test_a_seed_decides_the_tokens_whatever_else_is_decoded(served):
   if not served.engine.capabilities.seeds:
     pytest.skip("knows no seeds")
-
-  async def scenario():
-    alone = await served.answer([1, 2], 30, temperature=1.0, seed=7)
-    others = [
-      served.answer(p, 12, temperature=1.0, seed=i)
-      for i, p in enumerate(prompts(6))
-    ]
-    again = served.answer([1, 2], 30, temperature=1.0, seed=7)
-    other = served.answer([1, 2], 30, temperature=1.0, seed=-8)
-    *_, again, other = await asyncio.gather(*others, again, other)
-    return alone, again, other
-
-  alone, again, other = served.run(scenario())
+  alone = await served.answer([1, 2], 30, temperature=1.0, seed=7)
+  others = [
+    served.answer(p, 12, temperature=1.0, seed=i)
+    for i, p in enumerate(prompts(6))
+  ]
+  again = served.answer([1, 2], 30, temperature=1.0, seed=7)
+  other = served.answer([1, 2], 30, temperature=1.0, seed=-8)
+  *_, again, other = await asyncio.gather(*others, again, other)
   assert alone.tokens.tolist() == again.tokens.tolist()
   assert alone.tokens.tolist() != other.tokens.tolist()
   np.testing.assert_allclose(alone.logprobs, again.logprobs, atol=CLOSE)
 
 
-def test_sampling_ends_behind_a_stop_id_which_is_kept(served):
+async def test_sampling_ends_behind_a_stop_id_which_is_kept(served):
   plain = served.greedy([3, 1, 4], 20)
   stop = plain[-1]
   end = plain.index(stop) + 1
-  done = served.run(served.answer([3, 1, 4], 20, stop_ids=(23, stop)))
+  done = await served.answer([3, 1, 4], 20, stop_ids=(23, stop))
   assert done.tokens.tolist() == plain[: min(end, _index(plain, 23))]
   assert done.stop == "stop"
 
@@ -192,29 +177,25 @@ def _index(values: list[int], value: int) -> int:
   return values.index(value) + 1 if value in values else len(values)
 
 
-def test_long_answers_come_once(served):
-  done = served.run(served.answer([2, 3], LONG))
+async def test_long_answers_come_once(served):
+  done = await served.answer([2, 3], LONG)
   check_shape(done, LONG)
   assert done.tokens.tolist() == served.greedy([2, 3], LONG)
 
 
-def test_a_conversation_may_be_as_long_as_the_model_allows(served):
+async def test_a_conversation_may_be_as_long_as_the_model_allows(served):
   longest = served.engine.capabilities.max_length
-  done = served.run(served.answer([1] * (longest - 1), 1))
+  done = await served.answer([1] * (longest - 1), 1)
   check_shape(done, 1)
-  done = served.run(served.answer([1], longest - 1))
+  done = await served.answer([1], longest - 1)
   check_shape(done, longest - 1)
   assert done.tokens.tolist() == served.greedy([1], longest - 1)
 
 
-def test_deltas_add_up_to_the_completion(served):
-  async def scenario():
-    request = served.request([4, 5], LONG, temperature=1.0, seed=3)
-    deltas = [delta async for delta in served.engine.stream(request)]
-    again = await served.answer([4, 5], LONG, temperature=1.0, seed=3)
-    return deltas, again
-
-  deltas, again = served.run(scenario())
+async def test_deltas_add_up_to_the_completion(served):
+  request = served.request([4, 5], LONG, temperature=1.0, seed=3)
+  deltas = [delta async for delta in served.engine.stream(request)]
+  again = await served.answer([4, 5], LONG, temperature=1.0, seed=3)
   done = deltas[-1].completion
   assert done.tokens.tolist() == again.tokens.tolist()
   assert [delta.completion for delta in deltas[:-1]] == [None] * (
@@ -227,28 +208,23 @@ def test_deltas_add_up_to_the_completion(served):
   check_shape(done, LONG)
 
 
-def test_a_second_turn_encodes_only_what_is_new(served):
-  async def scenario():
-    prompt = [9, 8, 7, 6, 5, 4, 3, 2]
-    first = await served.answer(prompt, 9, session="talk")
-    ids = [*prompt, *first.tokens.tolist(), 11, 12]
-    return ids, await served.answer(ids, 5, session="talk")
-
-  ids, second = served.run(scenario())
+async def test_a_second_turn_encodes_only_what_is_new(served):
+  prompt = [9, 8, 7, 6, 5, 4, 3, 2]
+  first = await served.answer(prompt, 9, session="talk")
+  ids = [*prompt, *first.tokens.tolist(), 11, 12]
+  second = await served.answer(ids, 5, session="talk")
   # The last sampled id was never fed, and pages hold 4 ids at most.
   assert 17 - 1 - 4 <= second.cached_tokens <= 16
   assert second.tokens.tolist() == served.greedy(ids, 5)
 
 
-def test_aborting_one_leaves_the_others(served):
-  async def scenario():
-    request, task = served.begin([1, 2, 3], LONG)
-    other = served.begin([4, 5], 20)[1]
-    await served.first_token(request)
-    served.engine.abort(request.request_id)
-    return await task, await other
-
-  done, other = served.run(scenario())
+async def test_aborting_one_leaves_the_others(served):
+  request, task = served.begin([1, 2, 3], LONG)
+  other = served.begin([4, 5], 20)[1]
+  await served.first_token(request)
+  served.engine.abort(request.request_id)
+  done = await task
+  other = await other
   assert done.stop == "abort"
   assert 0 < len(done.tokens) < LONG
   check_shape(done, len(done.tokens))
@@ -258,35 +234,32 @@ def test_aborting_one_leaves_the_others(served):
   assert other.tokens.tolist() == served.greedy([4, 5], 20)
 
 
-def test_aborting_one_that_waits_leaves_those_that_run(served):
-  async def scenario():
-    running = [served.begin([i], 30)[1] for i in range(4)]
-    await served.begun(4)
-    request, task = served.begin([9], 30)
-    await asyncio.sleep(0)
-    served.engine.abort(request.request_id)
-    return await task, await asyncio.gather(*running)
-
-  waiting, done = served.run(scenario())
+async def test_aborting_one_that_waits_leaves_those_that_run(served):
+  running = [served.begin([i], 30)[1] for i in range(4)]
+  await served.begun(4)
+  request, task = served.begin([9], 30)
+  await asyncio.sleep(0)
+  served.engine.abort(request.request_id)
+  waiting = await task
+  done = await asyncio.gather(*running)
   assert waiting.stop == "abort"
   check_shape(waiting, 0)
   for i, one in enumerate(done):
     assert one.tokens.tolist() == served.greedy([i], 30)
 
 
-def test_every_token_that_was_sampled_is_in_an_answer_aborted_ones_too(served):
-  async def scenario():
-    before = served.engine.stats().sampled_tokens
-    begun = [served.begin([i, 2], LONG) for i in range(7)]
-    for request, _ in begun[:3]:
-      await served.first_token(request)
-      served.engine.abort(request.request_id)
-    await served.begun(10)
-    served.engine.abort(None)
-    ended = [await task for _, task in begun]
-    return ended, served.engine.stats().sampled_tokens - before
-
-  ended, sampled = served.run(scenario())
+async def test_every_token_that_was_sampled_is_in_an_answer_aborted_ones_too(
+  served,
+):
+  before = served.engine.stats().sampled_tokens
+  begun = [served.begin([i, 2], LONG) for i in range(7)]
+  for request, _ in begun[:3]:
+    await served.first_token(request)
+    served.engine.abort(request.request_id)
+  await served.begun(10)
+  served.engine.abort(None)
+  ended = [await task for _, task in begun]
+  sampled = served.engine.stats().sampled_tokens - before
   assert {done.stop for done in ended} == {"abort"}
   assert all(len(done.tokens) for done in ended[:3])
   assert sum(len(done.tokens) for done in ended) == sampled
@@ -309,55 +282,48 @@ def test_an_aborted_stream_ends_with_all_that_it_has(served):
   assert tokens.tolist() == done.tokens.tolist()
 
 
-def test_a_request_any_started_with_its_first_token(served):
-  async def scenario():
-    await served.engine.pause()
-    request, task = served.begin([1, 2, 3], LONG)
-    await asyncio.sleep(0)
-    before = served.engine.begun(request.request_id)
-    served.engine.resume()
-    version = await served.first_token(request)
-    served.engine.abort(request.request_id)
-    with pytest.raises(ValueError, match="is not in flight"):
-      served.engine.begun(request.request_id)
-    return before, version, await task
-
-  before, version, done = served.run(scenario())
+async def test_a_request_any_started_with_its_first_token(served):
+  await served.engine.pause()
+  request, task = served.begin([1, 2, 3], LONG)
+  await asyncio.sleep(0)
+  before = served.engine.begun(request.request_id)
+  served.engine.resume()
+  version = await served.first_token(request)
+  served.engine.abort(request.request_id)
+  with pytest.raises(ValueError, match="is not in flight"):
+    served.engine.begun(request.request_id)
+  done = await task
   assert (before, version) == (None, done.versions[0])
 
 
-def test_new_weights_do_not_change_what_a_request_any_started_with(served):
-  async def scenario():
-    request, task = served.begin([1, 2, 3], LONG)
-    old = await served.first_token(request)
-    await served.engine.pause()
-    late, waiting = served.begin([5], LONG)
-    new = await served.publish("recompute")
-    held = served.engine.begun(request.request_id)
-    served.engine.resume()
-    begun = await served.first_token(late)
-    ends = await waiting, await task
-    return old, new, held, begun, [done.versions.tolist() for done in ends]
-
-  old, new, held, begun, (waited, went_on) = served.run(scenario())
+async def test_new_weights_do_not_change_what_a_request_any_started_with(
+  served,
+):
+  request, task = served.begin([1, 2, 3], LONG)
+  old = await served.first_token(request)
+  await served.engine.pause()
+  late, waiting = served.begin([5], LONG)
+  new = await served.publish("recompute")
+  held = served.engine.begun(request.request_id)
+  served.engine.resume()
+  begun = await served.first_token(late)
+  ends = await waiting, await task
+  (waited, went_on) = [done.versions.tolist() for done in ends]
   assert (held, begun) == (old, new)
   assert set(waited) == {new}
   assert (went_on[0], went_on[-1]) == (old, new)
 
 
-def test_the_first_token_comes_between_acceptance_and_the_last(served):
-  async def scenario():
-    asked = await asyncio.gather(
-      *(served.answer(p, LONG) for p in prompts(9)), served.answer([1], 1)
-    )
-    await served.engine.pause()
-    request, task = served.begin([1, 2, 3], LONG)
-    await asyncio.sleep(0)
-    served.engine.abort(request.request_id)
-    served.engine.resume()
-    return asked, await task
-
-  asked, none = served.run(scenario())
+async def test_the_first_token_comes_between_acceptance_and_the_last(served):
+  asked = await asyncio.gather(
+    *(served.answer(p, LONG) for p in prompts(9)), served.answer([1], 1)
+  )
+  await served.engine.pause()
+  request, task = served.begin([1, 2, 3], LONG)
+  await asyncio.sleep(0)
+  served.engine.abort(request.request_id)
+  served.engine.resume()
+  none = await task
   for done in asked:
     assert 0 <= done.queue_s <= done.first_token_s <= done.decode_s
     assert done.first_token_s > 0
@@ -368,37 +334,32 @@ def test_the_first_token_comes_between_acceptance_and_the_last(served):
   assert (len(none.tokens), none.first_token_s) == (0, 0.0)
 
 
-def test_aborting_all_ends_all(served):
-  async def scenario():
-    tasks = [served.begin([i, 3], LONG)[1] for i in range(9)]
-    await served.begun(4)
-    served.engine.abort(None)
-    ended = await asyncio.gather(*tasks)
-    served.engine.abort(None)
-    return ended, await served.answer([1, 2], 5)
-
-  ended, after = served.run(scenario())
+async def test_aborting_all_ends_all(served):
+  tasks = [served.begin([i, 3], LONG)[1] for i in range(9)]
+  await served.begun(4)
+  served.engine.abort(None)
+  ended = await asyncio.gather(*tasks)
+  served.engine.abort(None)
+  after = await served.answer([1, 2], 5)
   assert {done.stop for done in ended} == {"abort"}
   assert after.tokens.tolist() == served.greedy([1, 2], 5)
 
 
-def test_cancelling_aborts(served):
-  async def scenario():
-    _, task = served.begin([1, 2, 3], LONG)
-    await served.begun(2)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await task
-    request = served.request([3, 2], 20)
-    stream = served.engine.stream(request)
+async def test_cancelling_aborts(served):
+  _, task = served.begin([1, 2, 3], LONG)
+  await served.begun(2)
+  task.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await task
+  request = served.request([3, 2], 20)
+  stream = served.engine.stream(request)
+  await anext(stream)
+  await stream.aclose()
+  with pytest.raises(StopAsyncIteration):
     await anext(stream)
-    await stream.aclose()
-    with pytest.raises(StopAsyncIteration):
-      await anext(stream)
-    # Its name is free again.
-    return served.engine.stats(), await served.engine.generate(request)
-
-  stats, after = served.run(scenario())
+  # Its name is free again.
+  stats = served.engine.stats()
+  after = await served.engine.generate(request)
   assert stats.running == stats.waiting == 0
   assert after.tokens.tolist() == served.greedy([3, 2], 20)
 
@@ -481,41 +442,35 @@ def test_what_the_engine_has_not_is_refused():
       contract.check_request(dataclasses.replace(request, **changes), able)
 
 
-def test_a_refused_request_fails_alone(served):
+async def test_a_refused_request_fails_alone(served):
   refused = [{"max_tokens": 0}, {"stop_ids": (24,)}, {"request_id": "first"}]
 
-  async def scenario():
-    _, first = served.begin([1, 2], 12, request_id="first")
-    await asyncio.sleep(0)
-    for changes in refused:
-      bad = dataclasses.replace(served.request([1], 10), **changes)
-      with pytest.raises(ValueError, match="request"):
-        await served.engine.generate(bad)
-      with pytest.raises(ValueError, match="request"):
-        await anext(served.engine.stream(bad))
-    return await first
-
-  done = served.run(scenario())
+  _, first = served.begin([1, 2], 12, request_id="first")
+  await asyncio.sleep(0)
+  for changes in refused:
+    bad = dataclasses.replace(served.request([1], 10), **changes)
+    with pytest.raises(ValueError, match="request"):
+      await served.engine.generate(bad)
+    with pytest.raises(ValueError, match="request"):
+      await anext(served.engine.stream(bad))
+  done = await first
   assert done.tokens.tolist() == served.greedy([1, 2], 12)
 
 
-def test_aborting_what_is_not_in_flight_is_refused(served):
+async def test_aborting_what_is_not_in_flight_is_refused(served):
   ended = served.request([9], 1)
-  served.run(served.engine.generate(ended))
+  await served.engine.generate(ended)
   for name in ("no one", ended.request_id):
     with pytest.raises(ValueError, match=f"{name} is not in flight"):
       served.engine.abort(name)
 
 
-def test_a_flushed_cache_remembers_nothing(served):
-  async def scenario():
-    prompt = [5, 5, 5, 5, 6, 6, 6, 6, 7]
-    await served.answer(prompt, 2)
-    known = await served.answer(prompt, 2)
-    await served.engine.flush_cache()
-    return known, await served.answer(prompt, 2)
-
-  known, forgotten = served.run(scenario())
+async def test_a_flushed_cache_remembers_nothing(served):
+  prompt = [5, 5, 5, 5, 6, 6, 6, 6, 7]
+  await served.answer(prompt, 2)
+  known = await served.answer(prompt, 2)
+  await served.engine.flush_cache()
+  forgotten = await served.answer(prompt, 2)
   assert known.cached_tokens > 0
   assert forgotten.cached_tokens == 0
   assert forgotten.tokens.tolist() == known.tokens.tolist()
@@ -540,8 +495,8 @@ def cut_of(done, old, new):
   return cut
 
 
-def test_recomputed_answers_go_on_under_the_new_weights(served):
-  (done, *_), old, new = served.run(_updated(served, "recompute"))
+async def test_recomputed_answers_go_on_under_the_new_weights(served):
+  (done, *_), old, new = await _updated(served, "recompute")
   check_shape(done, LONG)
   cut, tokens = cut_of(done, old, new), done.tokens.tolist()
   so_far = [0, 2, 3, *tokens[:cut]]
@@ -575,21 +530,21 @@ def test_weights_may_come_while_others_are_decoded(served):
   assert len(versions) > 1
 
 
-def test_a_drain_ends_running_answers_and_keeps_the_queue(served):
-  answers, old, new = served.run(_updated(served, "drain"))
+async def test_a_drain_ends_running_answers_and_keeps_the_queue(served):
+  answers, old, new = await _updated(served, "drain")
   versions = [set(done.versions.tolist()) for done in answers]
   assert versions == [{old}] * 4 + [{new}] * 3
   for i, done in enumerate(answers):
     (version,) = versions[i]
     assert done.tokens.tolist() == served.greedy([i, 2, 3], LONG, version)
-  after = served.run(served.answer([0, 2, 3], 9))
+  after = await served.answer([0, 2, 3], 9)
   assert after.tokens.tolist() == served.greedy([0, 2, 3], 9)
   assert after.cached_tokens == 0
   assert after.oldest_kv == new
 
 
-def test_aborted_answers_keep_their_tokens_and_the_queue_goes_on(served):
-  answers, old, new = served.run(_updated(served, "abort"))
+async def test_aborted_answers_keep_their_tokens_and_the_queue_goes_on(served):
+  answers, old, new = await _updated(served, "abort")
   assert [done.stop for done in answers] == ["abort"] * 4 + ["length"] * 3
   for i, done in enumerate(answers):
     version = old if i < 4 else new
@@ -600,8 +555,8 @@ def test_aborted_answers_keep_their_tokens_and_the_queue_goes_on(served):
   assert any(len(done.tokens) for done in answers[:4])
 
 
-def test_kept_keys_and_values_show_in_versions(served):
-  (done, *_), old, new = served.run(_updated(served, "keep_kv"))
+async def test_kept_keys_and_values_show_in_versions(served):
+  (done, *_), old, new = await _updated(served, "keep_kv")
   check_shape(done, LONG)
   cut, tokens = cut_of(done, old, new), done.tokens.tolist()
   # sglang-jax does not always know.
@@ -613,20 +568,20 @@ def test_kept_keys_and_values_show_in_versions(served):
   expected = served.logprobs([0, 2, 3, *tokens[:cut]], tokens[cut:], 0.0)
   assert abs(done.logprobs[cut:] - expected).max() > 10 * CLOSE
   # A prefix of sglang-jax may be from before, but not in secret.
-  after = served.run(served.answer([0, 2, 3], 9))
+  after = await served.answer([0, 2, 3], 9)
   if built_in or after.oldest_kv == new:
     assert after.oldest_kv == new
     assert after.tokens.tolist() == served.greedy([0, 2, 3], 9)
   else:
     assert after.cached_tokens > 0
   # The next recomputation leaves nothing old.
-  newest = served.run(served.publish("recompute"))
-  after = served.run(served.answer([0, 2, 3], 9))
+  newest = await served.publish("recompute")
+  after = await served.answer([0, 2, 3], 9)
   assert (after.cached_tokens, after.oldest_kv) == (0, newest)
   assert after.tokens.tolist() == served.greedy([0, 2, 3], 9)
 
 
-def test_wrong_weights_are_refused_by_name_and_the_old_ones_serve(served):
+async def test_wrong_weights_are_refused_by_name_and_the_old_ones_serve(served):
   old = served.version
   new, good = old + 1, served.placed(old + 1)
   norm = good["final_norm"]
@@ -642,43 +597,39 @@ def test_wrong_weights_are_refused_by_name_and_the_old_ones_serve(served):
     (new, good, "never", "in_flight='never'.*; use .*abort"),
   ]
 
-  async def scenario():
-    request, running = served.begin([1, 2, 3], LONG)
-    await served.first_token(request)
-    await served.engine.pause()  # Lest it ends before the last refusal.
-    for version, params, in_flight, words in cases:
-      with pytest.raises(ValueError, match=words):
-        await served.engine.update_weights(version, params, in_flight)
-    served.engine.resume()
-    return await running, await served.answer([1, 2], 6)
-
-  done, after = served.run(scenario())
+  request, running = served.begin([1, 2, 3], LONG)
+  await served.first_token(request)
+  await served.engine.pause()  # Lest it ends before the last refusal.
+  for version, params, in_flight, words in cases:
+    with pytest.raises(ValueError, match=words):
+      await served.engine.update_weights(version, params, in_flight)
+  served.engine.resume()
+  done = await running
+  after = await served.answer([1, 2], 6)
   assert served.version == old
   assert set(done.versions.tolist()) == {old}
   assert done.tokens.tolist() == served.greedy([1, 2, 3], LONG)
   assert after.tokens.tolist() == served.greedy([1, 2], 6)
 
 
-def test_a_cancelled_update_leaves_the_old_weights(served):
-  async def scenario():
-    _, running = served.begin([1, 2, 3], LONG)
-    await served.begun(3)
-    update = asyncio.create_task(served.publish("drain"))
-    await served.begun(3)
-    update.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await update
-    return await running, await served.answer([3], 4)
-
+async def test_a_cancelled_update_leaves_the_old_weights(served):
   version = served.version
-  done, after = served.run(scenario())
+  _, running = served.begin([1, 2, 3], LONG)
+  await served.begun(3)
+  update = asyncio.create_task(served.publish("drain"))
+  await served.begun(3)
+  update.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await update
+  done = await running
+  after = await served.answer([3], 4)
   assert served.version == version
   assert done.tokens.tolist() == served.greedy([1, 2, 3], LONG)
   assert after.tokens.tolist() == served.greedy([3], 4)
 
 
-def test_the_checksum_is_that_of_the_weights(served):
-  version, number = served.run(served.engine.checksum())
+async def test_the_checksum_is_that_of_the_weights(served):
+  version, number = await served.engine.checksum()
   assert (version, number) == (
     served.version,
     checksum.of(engines_under_test.weights(version % 5)),
@@ -688,23 +639,21 @@ def test_the_checksum_is_that_of_the_weights(served):
 @pytest.mark.parametrize(
   "in_flight", ["drain", "abort", "recompute", "keep_kv"]
 )
-def test_a_paused_engine_takes_weights_and_stays_paused(served, in_flight):
-  async def scenario():
-    _, task = served.begin([2, 3, 4], LONG)
-    await served.begun(5)
-    await served.engine.pause()
-    _, late = served.begin([5], 5)
-    new = await served.publish(in_flight)
-    before = served.engine.stats().sampled_tokens
-    await asyncio.sleep(0.1)
-    held = served.engine.stats().sampled_tokens - before
-    waits = not late.done()
-    served.engine.resume()
-    ended = await task, await late, new, held, waits
-    await served.engine.flush_cache()
-    return ended
-
-  done, late, new, held, waits = served.run(scenario())
+async def test_a_paused_engine_takes_weights_and_stays_paused(
+  served, in_flight
+):
+  _, task = served.begin([2, 3, 4], LONG)
+  await served.begun(5)
+  await served.engine.pause()
+  _, late = served.begin([5], 5)
+  new = await served.publish(in_flight)
+  before = served.engine.stats().sampled_tokens
+  await asyncio.sleep(0.1)
+  held = served.engine.stats().sampled_tokens - before
+  waits = not late.done()
+  served.engine.resume()
+  done, late = await asyncio.gather(task, late)
+  await served.engine.flush_cache()
   assert held == 0
   assert waits
   assert done.stop == ("abort" if in_flight == "abort" else "length")
@@ -713,54 +662,47 @@ def test_a_paused_engine_takes_weights_and_stays_paused(served, in_flight):
   assert late.tokens.tolist() == served.greedy([5], 5)
 
 
-def test_a_pause_holds_everything_until_the_resume(served):
-  async def scenario():
-    _, task = served.begin([6, 7], LONG)
-    await served.begun(5)
-    await served.engine.pause()
-    before = served.engine.stats().sampled_tokens
-    _, late = served.begin([8], 5)
-    await asyncio.sleep(0.1)
-    held = served.engine.stats().sampled_tokens - before
-    assert served.engine.stats().waiting == 1
-    served.engine.resume()
-    return held, await task, await late
-
-  held, done, late = served.run(scenario())
+async def test_a_pause_holds_everything_until_the_resume(served):
+  _, task = served.begin([6, 7], LONG)
+  await served.begun(5)
+  await served.engine.pause()
+  before = served.engine.stats().sampled_tokens
+  _, late = served.begin([8], 5)
+  await asyncio.sleep(0.1)
+  held = served.engine.stats().sampled_tokens - before
+  assert served.engine.stats().waiting == 1
+  served.engine.resume()
+  done = await task
+  late = await late
   assert held == 0
   assert done.tokens.tolist() == served.greedy([6, 7], LONG)
   assert late.tokens.tolist() == served.greedy([8], 5)
 
 
-def test_an_abort_while_paused_answers_at_once(served):
-  async def scenario():
-    request, task = served.begin([3], LONG)
-    await served.begun(1)
-    await served.engine.pause()
-    served.engine.abort(request.request_id)
-    done = await task
-    served.engine.resume()
-    return done
-
-  done = served.run(scenario())
+async def test_an_abort_while_paused_answers_at_once(served):
+  request, task = served.begin([3], LONG)
+  await served.begun(1)
+  await served.engine.pause()
+  served.engine.abort(request.request_id)
+  done = await task
+  served.engine.resume()
   assert done.stop == "abort"
   assert 0 < len(done.tokens) < LONG
 
 
-def test_closing_ends_what_is_in_flight_and_refuses_what_follows(breakable):
-  async def scenario():
-    tasks = [breakable.begin([i], LONG)[1] for i in range(6)]
-    await breakable.begun(3)
-    await breakable.engine.close()
-    later = (
-      breakable.answer([1], 1),
-      breakable.engine.pause(),
-      breakable.engine.checksum(),
-      breakable.engine.flush_cache(),
-      breakable.engine.update_weights(1, breakable.placed(1)),
-    )
-    return await asyncio.gather(*tasks, *later, return_exceptions=True)
-
-  ended = breakable.run(scenario())
+async def test_closing_ends_what_is_in_flight_and_refuses_what_follows(
+  breakable,
+):
+  tasks = [breakable.begin([i], LONG)[1] for i in range(6)]
+  await breakable.begun(3)
+  await breakable.engine.close()
+  later = (
+    breakable.answer([1], 1),
+    breakable.engine.pause(),
+    breakable.engine.checksum(),
+    breakable.engine.flush_cache(),
+    breakable.engine.update_weights(1, breakable.placed(1)),
+  )
+  ended = await asyncio.gather(*tasks, *later, return_exceptions=True)
   assert [type(one) for one in ended] == [contract.EngineClosed] * 11
-  breakable.run(breakable.engine.close())
+  await breakable.engine.close()

@@ -29,35 +29,29 @@ def prefilled(served):
 # Prefixes, pages and rows.
 
 
-def test_a_later_turn_feeds_only_what_is_new(served):
-  async def turns():
-    session, ids = served.name(), [1, 2, 3, 4, 5]
-    first = await served.answer(ids, 3, session=session)
-    ids += [*first.tokens.tolist(), 7, 8]
-    before = prefilled(served)
-    second = await served.answer(ids, 3, session=session)
-    # 5 of the prompt and 2 of the 3 sampled: the last was never fed.
-    assert (first.cached_tokens, second.cached_tokens) == (0, 7)
-    # That one and the context [7, 8].
-    assert prefilled(served) - before == 3
-    assert second.tokens.tolist() == served.greedy(ids, 3)
-    assert served.is_greedy(ids, second.tokens)
-
-  served.run(served.engine.flush_cache())
-  served.run(turns())
+async def test_a_later_turn_feeds_only_what_is_new(served):
+  await served.engine.flush_cache()
+  session, ids = served.name(), [1, 2, 3, 4, 5]
+  first = await served.answer(ids, 3, session=session)
+  ids += [*first.tokens.tolist(), 7, 8]
+  before = prefilled(served)
+  second = await served.answer(ids, 3, session=session)
+  # 5 of the prompt and 2 of the 3 sampled: the last was never fed.
+  assert (first.cached_tokens, second.cached_tokens) == (0, 7)
+  # That one and the context [7, 8].
+  assert prefilled(served) - before == 3
+  assert second.tokens.tolist() == served.greedy(ids, 3)
+  assert served.is_greedy(ids, second.tokens)
 
 
-def test_a_session_that_changes_its_past_is_encoded_from_there(served):
-  async def turns():
-    await served.answer([1, 2, 3, 4, 5], 3)
-    for ids in ([1, 2, 9, 4, 5, 6], [1, 2, 9]):
-      changed = await served.answer(ids, 3)
-      # [1, 2] stay; of a prompt that is all there the last id is fed again.
-      assert changed.cached_tokens == 2
-      assert served.is_greedy(ids, changed.tokens)
-
-  served.run(served.engine.flush_cache())
-  served.run(turns())
+async def test_a_session_that_changes_its_past_is_encoded_from_there(served):
+  await served.engine.flush_cache()
+  await served.answer([1, 2, 3, 4, 5], 3)
+  for ids in ([1, 2, 9, 4, 5, 6], [1, 2, 9]):
+    changed = await served.answer(ids, 3)
+    # [1, 2] stay; of a prompt that is all there the last id is fed again.
+    assert changed.cached_tokens == 2
+    assert served.is_greedy(ids, changed.tokens)
 
 
 @pytest.mark.parametrize("engine", ["served", "pressed"])
@@ -81,161 +75,140 @@ def test_a_group_encodes_its_prompt_once(engine, request):
   served.run(group())
 
 
-def test_requests_of_one_session_may_overlap(served):
-  async def scenario():
-    session = served.name()
-    begun = [served.begin([5, i], 6, session=session) for i in range(3)]
-    for request, task in begun:
-      assert served.is_greedy(request.tokens, (await task).tokens)
-
-  served.run(scenario())
+async def test_requests_of_one_session_may_overlap(served):
+  session = served.name()
+  begun = [served.begin([5, i], 6, session=session) for i in range(3)]
+  for request, task in begun:
+    assert served.is_greedy(request.tokens, (await task).tokens)
 
 
-def test_more_sessions_than_slots_are_served_by_priority(served):
+async def test_more_sessions_than_slots_are_served_by_priority(served):
   order = []
 
   async def one(priority):
     await served.answer([1, 2], 6, priority=(priority,))
     order.append(priority)
 
-  async def load():
-    await asyncio.gather(*(one(p) for p in reversed(range(12))))
-
-  served.run(load())
+  await asyncio.gather(*(one(p) for p in reversed(range(12))))
   # Four rows at a time: each later wave has higher numbers.
   waves = [sorted(order[i : i + 4]) for i in range(0, 12, 4)]
   assert waves == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_least_recently_used_prefixes_make_room(dense):
+async def test_least_recently_used_prefixes_make_room(dense):
   # 24 pages of 4 positions: of these conversations three.
   rng = np.random.default_rng(4)
   first, *others = [some_ids(rng, 31, 32) for _ in range(5)]
 
-  async def scenario():
-    await dense.answer(first, 1)
-    for ids in others[:2]:
-      await dense.answer(ids, 1)
-    # It is used again, so that the others go before it.
-    assert (await dense.answer(first, 1)).cached_tokens == 30
-    for ids in others[2:]:
-      await dense.answer(ids, 1)
-    for ids, cached in ((first, 30), (others[3], 30), (others[0], 0)):
-      assert (await dense.answer(ids, 1)).cached_tokens == cached
-    assert dense.engine.stats().preemptions == before
-
   before = dense.engine.stats().preemptions
-  dense.run(dense.engine.flush_cache())
-  dense.run(scenario())
-  dense.run(dense.engine.flush_cache())
+  await dense.engine.flush_cache()
+  await dense.answer(first, 1)
+  for ids in others[:2]:
+    await dense.answer(ids, 1)
+  # It is used again, so that the others go before it.
+  assert (await dense.answer(first, 1)).cached_tokens == 30
+  for ids in others[2:]:
+    await dense.answer(ids, 1)
+  for ids, cached in ((first, 30), (others[3], 30), (others[0], 0)):
+    assert (await dense.answer(ids, 1)).cached_tokens == cached
+  assert dense.engine.stats().preemptions == before
+  await dense.engine.flush_cache()
   stats = dense.engine.stats()
   assert stats.free_pages == stats.pages == 24
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
-def test_a_group_that_fills_all_pages_outlives_new_weights(pressed, mode):
+async def test_a_group_that_fills_all_pages_outlives_new_weights(pressed, mode):
   prompt = some_ids(np.random.default_rng(8), 15, 16)
 
-  async def scenario():
-    # 3 of 10 pages are shared, and each needs 5 of its own.
-    begun = [
-      pressed.begin(prompt, 17, temperature=1.0, seed=seed) for seed in range(4)
-    ]
-    for _ in range(3):
-      await pressed.begun(6)
-      await pressed.publish(mode)
-      pressed.check()
-    for _, task in begun:
-      answer = await task
-      assert (answer.stop, len(answer.tokens)) == ("length", 17)
-
   before = pressed.engine.stats()
-  pressed.run(scenario())
+  # 3 of 10 pages are shared, and each needs 5 of its own.
+  begun = [
+    pressed.begin(prompt, 17, temperature=1.0, seed=seed) for seed in range(4)
+  ]
+  for _ in range(3):
+    await pressed.begun(6)
+    await pressed.publish(mode)
+    pressed.check()
+  for _, task in begun:
+    answer = await task
+    assert (answer.stop, len(answer.tokens)) == ("length", 17)
   assert pressed.engine.stats().preemptions > before.preemptions
 
 
 # Sampling.
 
 
-def test_sampling_ends_behind_a_stop_id_and_at_the_limit(served):
-  async def scenario():
-    ask = functools.partial(served.answer, [1, 2, 3], temperature=3.0, seed=3)
-    tokens = (await ask(12)).tokens.tolist()
-    # The last place at which an id occurs for the first time.
-    last = max(tokens.index(id_) for id_ in tokens)
-    assert last > 3
-    for room, stop in ((12, "stop"), (last + 1, "stop"), (last, "length")):
-      answer = await ask(room, stop_ids=(tokens[last],))
-      assert answer.stop == stop
-      assert answer.tokens.tolist() == tokens[: min(room, last + 1)]
-    for stop_ids, stop in (((), "length"), ((tokens[0],), "stop")):
-      answer = await ask(1, stop_ids=stop_ids)
-      assert (answer.stop, answer.tokens.tolist()) == (stop, tokens[:1])
-
-  served.run(scenario())
+async def test_sampling_ends_behind_a_stop_id_and_at_the_limit(served):
+  ask = functools.partial(served.answer, [1, 2, 3], temperature=3.0, seed=3)
+  tokens = (await ask(12)).tokens.tolist()
+  # The last place at which an id occurs for the first time.
+  last = max(tokens.index(id_) for id_ in tokens)
+  assert last > 3
+  for room, stop in ((12, "stop"), (last + 1, "stop"), (last, "length")):
+    answer = await ask(room, stop_ids=(tokens[last],))
+    assert answer.stop == stop
+    assert answer.tokens.tolist() == tokens[: min(room, last + 1)]
+  for stop_ids, stop in (((), "length"), ((tokens[0],), "stop")):
+    answer = await ask(1, stop_ids=stop_ids)
+    assert (answer.stop, answer.tokens.tolist()) == (stop, tokens[:1])
 
 
-def test_a_bias_forbids_and_more_of_them_than_rows_wait(served):
-  async def scenario():
-    begun = []
-    for i in range(8):
-      bias = np.full(24, -np.inf, np.float32)
-      bias[[i, i + 8, i + 16]] = 0
-      begun.append(served.begin([1, 2], 9, bias=bias, temperature=2.0, seed=i))
-    plain = served.begin([1, 2], 9, priority=(1,))
-    for i, (_, task) in enumerate(begun):
-      assert {token % 8 for token in (await task).tokens.tolist()} == {i}
-    assert served.is_greedy([1, 2], (await plain[1]).tokens)
-
-  served.run(scenario())
+async def test_a_bias_forbids_and_more_of_them_than_rows_wait(served):
+  begun = []
+  for i in range(8):
+    bias = np.full(24, -np.inf, np.float32)
+    bias[[i, i + 8, i + 16]] = 0
+    begun.append(served.begin([1, 2], 9, bias=bias, temperature=2.0, seed=i))
+  plain = served.begin([1, 2], 9, priority=(1,))
+  for i, (_, task) in enumerate(begun):
+    assert {token % 8 for token in (await task).tokens.tolist()} == {i}
+  assert served.is_greedy([1, 2], (await plain[1]).tokens)
 
 
-def test_constrained_answers_fit_their_schemas_and_keep_plain_logprobs(served):
-  async def scenario():
-    alone = await served.answer([1, 2], 28, temperature=1.0, seed=5)
-    begun, kinds = [], ({}, {"top_k": 2}, {"temperature": 0.0})
-    for seed, kind in enumerate(kinds * 3):
-      schema = json_letters.SCHEMAS[seed // 3]
-      own = {"temperature": 1.5, "stop_ids": (0,), "seed": seed, **kind}
-      own["constraint"] = json_letters.constraint(schema)
-      begun.append((schema, *served.begin([3, seed], 28, **own)))
-    beside = served.answer([1, 2], 28, temperature=1.0, seed=5)
-    for schema, request, task in begun:
-      done = await task
-      jsonschema.validate(json_letters.value(done.tokens), schema)
-      args = [3, request.seed], done.tokens.tolist(), request.temperature
-      expected = served.logprobs(*args)
-      np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
-    # A request beside them samples what it samples alone.
-    assert (await beside).tokens.tolist() == alone.tokens.tolist()
-
-  served.run(scenario())
+async def test_constrained_answers_fit_their_schemas_and_keep_plain_logprobs(
+  served,
+):
+  alone = await served.answer([1, 2], 28, temperature=1.0, seed=5)
+  begun, kinds = [], ({}, {"top_k": 2}, {"temperature": 0.0})
+  for seed, kind in enumerate(kinds * 3):
+    schema = json_letters.SCHEMAS[seed // 3]
+    own = {"temperature": 1.5, "stop_ids": (0,), "seed": seed, **kind}
+    own["constraint"] = json_letters.constraint(schema)
+    begun.append((schema, *served.begin([3, seed], 28, **own)))
+  beside = served.answer([1, 2], 28, temperature=1.0, seed=5)
+  for schema, request, task in begun:
+    done = await task
+    jsonschema.validate(json_letters.value(done.tokens), schema)
+    args = [3, request.seed], done.tokens.tolist(), request.temperature
+    expected = served.logprobs(*args)
+    np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
+  # A request beside them samples what it samples alone.
+  assert (await beside).tokens.tolist() == alone.tokens.tolist()
   served.check()
 
 
-def test_a_constrained_answer_is_the_one_that_masks_alone_would_give(served):
-  async def scenario():
-    schema, begun = json_letters.SCHEMAS[0], []
-    for seed in range(12):
-      own = {"seed": seed, "temperature": 1.5, "stop_ids": (0,)}
-      own["constraint"] = json_letters.constraint(schema)
-      # A filter that all ids pass makes it choose every id under a mask.
-      for min_p in (0.0, 1e-30):
-        begun.append(served.begin([seed, 5], 28, min_p=min_p, **own)[1])
-    answers = [(await task).tokens.tolist() for task in begun]
-    assert answers[::2] == answers[1::2]
-    assert len({tuple(answer) for answer in answers}) > 3
+async def test_a_constrained_answer_is_the_one_that_masks_alone_would_give(
+  served,
+):
+  schema, begun = json_letters.SCHEMAS[0], []
+  for seed in range(12):
+    own = {"seed": seed, "temperature": 1.5, "stop_ids": (0,)}
+    own["constraint"] = json_letters.constraint(schema)
+    # A filter that all ids pass makes it choose every id under a mask.
+    for min_p in (0.0, 1e-30):
+      begun.append(served.begin([seed, 5], 28, min_p=min_p, **own)[1])
+  answers = [(await task).tokens.tolist() for task in begun]
+  assert answers[::2] == answers[1::2]
+  assert len({tuple(answer) for answer in answers}) > 3
 
-  served.run(scenario())
 
-
-def test_a_greedy_constrained_answer_takes_the_best_of_what_is_allowed(served):
-  async def scenario():
-    constraint = json_letters.constraint(json_letters.SCHEMAS[0])
-    given = {"constraint": constraint, "stop_ids": (0,)}
-    return constraint, await served.answer([7, 7], 28, **given)
-
-  constraint, done = served.run(scenario())
+async def test_a_greedy_constrained_answer_takes_the_best_of_what_is_allowed(
+  served,
+):
+  constraint = json_letters.constraint(json_letters.SCHEMAS[0])
+  given = {"constraint": constraint, "stop_ids": (0,)}
+  done = await served.answer([7, 7], 28, **given)
   matcher, ids = constraint.deep_copy(), [7, 7]
   for token in done.tokens.tolist():
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -299,7 +272,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 9}], ids=["free", "masked"])
-def test_stop_ids_inside_a_constraint_stop_and_its_end_does_without(
+async def test_stop_ids_inside_a_constraint_stop_and_its_end_does_without(
   served, filters
 ):
   booleans = {"type": "boolean"}
@@ -322,35 +295,29 @@ def test_stop_ids_inside_a_constraint_stop_and_its_end_does_without(
       for seed in range(4)
     ]
 
-  whole = served.run(answers((0,)))
-  for done, same in zip(whole, served.run(answers(())), strict=True):
+  whole = await answers((0,))
+  for done, same in zip(whole, (await answers(())), strict=True):
     assert done.stop == same.stop == "stop"
     assert len(json_letters.value(same.tokens)) == 2
     assert same.tokens.tolist() == done.tokens.tolist()
-  for done, cut in zip(whole, served.run(answers((0, comma))), strict=True):
+  for done, cut in zip(whole, (await answers((0, comma))), strict=True):
     tokens = done.tokens.tolist()
     assert cut.stop == "stop"
     assert cut.tokens.tolist() == tokens[: tokens.index(comma) + 1]
 
 
-def test_a_constraint_that_fails_ends_its_own_request_only(served):
-  async def scenario():
-    beside = served.begin([1, 2], 9)
-    with pytest.raises(ValueError, match="its constraint failed: too complex"):
-      await served.answer([1, 3], 9, constraint=Failing())
-    assert served.is_greedy([1, 2], (await beside[1]).tokens)
-
-  served.run(scenario())
+async def test_a_constraint_that_fails_ends_its_own_request_only(served):
+  beside = served.begin([1, 2], 9)
+  with pytest.raises(ValueError, match="its constraint failed: too complex"):
+    await served.answer([1, 3], 9, constraint=Failing())
+  assert served.is_greedy([1, 2], (await beside[1]).tokens)
   served.check()
 
 
-def test_the_strictest_filters_leave_the_most_probable_id(served):
-  async def scenario():
-    for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-      answer = await served.answer([3, 1], 8, temperature=2.0, **filters)
-      assert served.is_greedy([3, 1], answer.tokens)
-
-  served.run(scenario())
+async def test_the_strictest_filters_leave_the_most_probable_id(served):
+  for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+    answer = await served.answer([3, 1], 8, temperature=2.0, **filters)
+    assert served.is_greedy([3, 1], answer.tokens)
 
 
 async def sampled(served, requests, order=None, gap_s=0.0):
@@ -413,271 +380,245 @@ def test_abort_leaves_the_tokens_of_all_others_as_they_were(served):
 # Aborts and cancellation.
 
 
-def test_an_abort_of_all_requests_before_a_dispatch_is_harmless(served):
-  async def scenario():
-    # One of two sessions that idle makes the engine delay its dispatch.
-    await asyncio.gather(served.answer([8], 1), served.answer([9], 1))
-    request, task = served.begin([3], 20)
-    await served.begun(1)
-    served.engine.abort(request.request_id)
-    await asyncio.sleep(0.02)
-    assert (await task).stop == "abort"
-    assert (await served.answer([3], 2)).stop == "length"
-
-  served.run(scenario())
+async def test_an_abort_of_all_requests_before_a_dispatch_is_harmless(served):
+  # One of two sessions that idle makes the engine delay its dispatch.
+  await asyncio.gather(served.answer([8], 1), served.answer([9], 1))
+  request, task = served.begin([3], 20)
+  await served.begun(1)
+  served.engine.abort(request.request_id)
+  await asyncio.sleep(0.02)
+  assert (await task).stop == "abort"
+  assert (await served.answer([3], 2)).stop == "length"
 
 
 @pytest.mark.parametrize("position", ["running", "waiting"])
-def test_a_cancelled_request_gives_back_its_name_and_its_row(served, position):
-  async def scenario():
-    priorities = ((0,), (1,)) if position == "running" else ((1,), (0,))
-    others = [
-      served.begin([i + 1], 20, priority=priorities[1])[1] for i in range(4)
-    ]
-    request, task = served.begin([9], 20, priority=priorities[0])
-    await served.begun(1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await task
-    again = await served.engine.generate(request)
-    assert served.is_greedy([9], again.tokens)
-    await asyncio.gather(*others)
-
-  served.run(scenario())
+async def test_a_cancelled_request_gives_back_its_name_and_its_row(
+  served, position
+):
+  priorities = ((0,), (1,)) if position == "running" else ((1,), (0,))
+  others = [
+    served.begin([i + 1], 20, priority=priorities[1])[1] for i in range(4)
+  ]
+  request, task = served.begin([9], 20, priority=priorities[0])
+  await served.begun(1)
+  task.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await task
+  again = await served.engine.generate(request)
+  assert served.is_greedy([9], again.tokens)
+  await asyncio.gather(*others)
 
 
 # Dispatches that queue up behind one on the device.
 
 
-def test_the_next_dispatch_is_planned_while_one_runs(queueing):
-  async def scenario():
-    begun = [queueing.begin([i + 1], 20) for i in range(4)]
-    async with queueing.held(2):
-      for _ in range(100):
-        await asyncio.sleep(0)
-      # And no third one.
-      now = queueing.engine.stats()
-      assert (now.dispatches, now.sampled_tokens) == (2, 0)
-    for request, task in begun:
-      assert queueing.is_greedy(request.tokens, (await task).tokens)
-
-  queueing.run(scenario())
+async def test_the_next_dispatch_is_planned_while_one_runs(queueing):
+  begun = [queueing.begin([i + 1], 20) for i in range(4)]
+  async with queueing.held(2):
+    for _ in range(100):
+      await asyncio.sleep(0)
+    # And no third one.
+    now = queueing.engine.stats()
+    assert (now.dispatches, now.sampled_tokens) == (2, 0)
+  for request, task in begun:
+    assert queueing.is_greedy(request.tokens, (await task).tokens)
 
 
 @pytest.mark.parametrize("stopping", [1, 2, 3])
-def test_rows_go_on_where_the_dispatch_before_stopped(queueing, stopping):
-  async def scenario():
-    # The first id of an answer stops some: with half of them the dispatch
-    # ends, though the next one was planned as if all had gone on.
-    begun = []
-    for i in range(4):
-      (first,) = queueing.greedy([i + 1], 1)
-      stop_ids = (first,) if i < stopping else ()
-      begun.append(queueing.begin([i + 1], 20, stop_ids=stop_ids))
-    async with queueing.held(2):
-      # New requests take the rows and pages of the stopped ones.
-      begun += [queueing.begin([i + 9], 20) for i in range(4)]
-    for i, (request, task) in enumerate(begun):
-      answer = await task
-      assert queueing.is_greedy(request.tokens, answer.tokens)
-      assert len(answer.tokens) == (1 if i < stopping else 20)
-    queueing.check()
-
-  queueing.run(scenario())
+async def test_rows_go_on_where_the_dispatch_before_stopped(queueing, stopping):
+  # The first id of an answer stops some: with half of them the dispatch
+  # ends, though the next one was planned as if all had gone on.
+  begun = []
+  for i in range(4):
+    (first,) = queueing.greedy([i + 1], 1)
+    stop_ids = (first,) if i < stopping else ()
+    begun.append(queueing.begin([i + 1], 20, stop_ids=stop_ids))
+  async with queueing.held(2):
+    # New requests take the rows and pages of the stopped ones.
+    begun += [queueing.begin([i + 9], 20) for i in range(4)]
+  for i, (request, task) in enumerate(begun):
+    answer = await task
+    assert queueing.is_greedy(request.tokens, answer.tokens)
+    assert len(answer.tokens) == (1 if i < stopping else 20)
+  queueing.check()
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
-def test_rows_and_pages_of_the_aborted_are_used_during_their_dispatch(
+async def test_rows_and_pages_of_the_aborted_are_used_during_their_dispatch(
   queueing, how
 ):
-  async def scenario():
-    await queueing.engine.flush_cache()
-    prompts = [[i, *range(14)] for i in range(4)]
-    begun = [queueing.begin(ids, 17) for ids in prompts]
-    async with queueing.held(2):
-      for request, task in begun[:3]:
-        if how == "abort":
-          queueing.engine.abort(request.request_id)
-        else:
-          task.cancel()
-      # 33 pages: the new ones need those of the old ones.
-      later = [queueing.begin([i, *range(20)], 11) for i in range(9, 13)]
-      again = [queueing.begin(ids, 17) for ids in prompts[:3]]
-    for request, task in [begun[3], *later, *again]:
-      answer = await task
-      assert answer.stop == "length"
-      assert queueing.is_greedy(request.tokens, answer.tokens)
-    for _, task in begun[:3]:
-      if how == "cancel":
-        with pytest.raises(asyncio.CancelledError):
-          await task
+  await queueing.engine.flush_cache()
+  prompts = [[i, *range(14)] for i in range(4)]
+  begun = [queueing.begin(ids, 17) for ids in prompts]
+  async with queueing.held(2):
+    for request, task in begun[:3]:
+      if how == "abort":
+        queueing.engine.abort(request.request_id)
       else:
-        assert len((await task).tokens) == 0
-    queueing.check()
+        task.cancel()
+    # 33 pages: the new ones need those of the old ones.
+    later = [queueing.begin([i, *range(20)], 11) for i in range(9, 13)]
+    again = [queueing.begin(ids, 17) for ids in prompts[:3]]
+  for request, task in [begun[3], *later, *again]:
+    answer = await task
+    assert answer.stop == "length"
+    assert queueing.is_greedy(request.tokens, answer.tokens)
+  for _, task in begun[:3]:
+    if how == "cancel":
+      with pytest.raises(asyncio.CancelledError):
+        await task
+    else:
+      assert len((await task).tokens) == 0
+  queueing.check()
 
-  queueing.run(scenario())
 
-
-def test_closing_during_a_dispatch_fails_every_request(breakable):
+async def test_closing_during_a_dispatch_fails_every_request(breakable):
   async def read():
     return [
       d async for d in breakable.engine.stream(breakable.request([7], 20))
     ]
 
-  async def scenario():
-    tasks = [breakable.begin([i + 1], 20)[1] for i in range(6)]
-    tasks.append(asyncio.create_task(read()))
-    async with breakable.held(2):
-      await breakable.engine.close()
-      for task in tasks:
-        with pytest.raises(contract.EngineClosed, match="was closed"):
-          await task
-
-  breakable.run(scenario())
+  tasks = [breakable.begin([i + 1], 20)[1] for i in range(6)]
+  tasks.append(asyncio.create_task(read()))
+  async with breakable.held(2):
+    await breakable.engine.close()
+    for task in tasks:
+      with pytest.raises(contract.EngineClosed, match="was closed"):
+        await task
 
 
 # New weights.
 
 
-def test_new_weights_in_the_middle_of_a_prompt_encode_all_of_it_again(served):
-  async def scenario():
-    _, early = served.begin([4, 5], 20)
-    await served.begun(3)
-    # Chunks are of 6 ids.
-    prompt = list(range(19))
-    _, late = served.begin(prompt, 8)
-    old = served.version
-    async with served.held(1):
-      publishing = asyncio.create_task(served.publish("recompute"))
-    await publishing
-    await early
-    done = await late
-    tokens, kept = done.tokens.tolist(), done.versions.tolist().count(old)
-    assert tokens[:kept] == served.greedy(prompt, kept, version=old)
-    assert done.versions.tolist() == [old] * kept + [old + 1] * (8 - kept)
-    assert served.is_greedy([*prompt, *tokens[:kept]], tokens[kept:])
-    assert done.oldest_kv == old + 1
+async def test_new_weights_in_the_middle_of_a_prompt_encode_all_of_it_again(
+  served,
+):
+  _, early = served.begin([4, 5], 20)
+  await served.begun(3)
+  # Chunks are of 6 ids.
+  prompt = list(range(19))
+  _, late = served.begin(prompt, 8)
+  old = served.version
+  async with served.held(1):
+    publishing = asyncio.create_task(served.publish("recompute"))
+  await publishing
+  await early
+  done = await late
+  tokens, kept = done.tokens.tolist(), done.versions.tolist().count(old)
+  assert tokens[:kept] == served.greedy(prompt, kept, version=old)
+  assert done.versions.tolist() == [old] * kept + [old + 1] * (8 - kept)
+  assert served.is_greedy([*prompt, *tokens[:kept]], tokens[kept:])
+  assert done.oldest_kv == old + 1
 
-  served.run(scenario())
 
-
-def test_requests_after_a_swap_find_nothing_of_those_that_keep_theirs(served):
+async def test_requests_after_a_swap_find_nothing_of_those_that_keep_theirs(
+  served,
+):
   prompt = list(range(10))
 
-  async def scenario():
-    free, running = served.engine.stats().free_pages, []
-    # Each is still decoded when the next version comes.
-    for _ in range(3):
-      request, task = served.begin(prompt, 16)
-      await served.first_token(request)
-      running.append((request, task, served.version))
-      await served.publish("keep_kv")
-      done = await served.answer(prompt, 3)
-      assert (done.cached_tokens, done.oldest_kv) == (0, served.version)
-      assert served.is_greedy(prompt, done.tokens)
-    for _, task, version in running:
-      done = await task
-      assert done.oldest_kv == done.versions[0] == version
-      assert done.versions[-1] > version
-    # Nor does the next turn of a session find its own.
-    request, task, _ = running[-1]
-    turn = [*prompt, *task.result().tokens.tolist(), 1]
-    later = await served.answer(turn, 3, session=request.session)
-    assert later.oldest_kv == served.version
-    assert served.is_greedy(turn, later.tokens)
-    await served.engine.flush_cache()
-    assert served.engine.stats().free_pages == free
-
-  served.run(served.engine.flush_cache())
-  served.run(scenario())
+  await served.engine.flush_cache()
+  free, running = served.engine.stats().free_pages, []
+  # Each is still decoded when the next version comes.
+  for _ in range(3):
+    request, task = served.begin(prompt, 16)
+    await served.first_token(request)
+    running.append((request, task, served.version))
+    await served.publish("keep_kv")
+    done = await served.answer(prompt, 3)
+    assert (done.cached_tokens, done.oldest_kv) == (0, served.version)
+    assert served.is_greedy(prompt, done.tokens)
+  for _, task, version in running:
+    done = await task
+    assert done.oldest_kv == done.versions[0] == version
+    assert done.versions[-1] > version
+  # Nor does the next turn of a session find its own.
+  request, task, _ = running[-1]
+  turn = [*prompt, *task.result().tokens.tolist(), 1]
+  later = await served.answer(turn, 3, session=request.session)
+  assert later.oldest_kv == served.version
+  assert served.is_greedy(turn, later.tokens)
+  await served.engine.flush_cache()
+  assert served.engine.stats().free_pages == free
 
 
-def test_weights_that_are_not_finite_leave_nothing_behind(dense):
+async def test_weights_that_are_not_finite_leave_nothing_behind(dense):
   prompts = [[i, 5, *range(20)] for i in range(8)]
 
-  async def scenario():
-    bad = jax.tree.map(lambda x: x * np.nan, dense.placed(dense.version))
-    await dense.engine.update_weights(dense.version + 1, bad)
-    # More than all pages hold.
-    for ids in prompts:
-      done = await dense.answer(ids, 8)
-      assert np.isnan(done.logprobs).all()
-    await dense.publish("recompute")
-    for ids in prompts:
-      done = await dense.answer(ids, 8)
-      assert np.isfinite(done.logprobs).all()
-      assert dense.is_greedy(ids, done.tokens)
-
-  dense.run(scenario())
+  bad = jax.tree.map(lambda x: x * np.nan, dense.placed(dense.version))
+  await dense.engine.update_weights(dense.version + 1, bad)
+  # More than all pages hold.
+  for ids in prompts:
+    done = await dense.answer(ids, 8)
+    assert np.isnan(done.logprobs).all()
+  await dense.publish("recompute")
+  for ids in prompts:
+    done = await dense.answer(ids, 8)
+    assert np.isfinite(done.logprobs).all()
+    assert dense.is_greedy(ids, done.tokens)
 
 
-def test_a_drain_finishes_preempted_requests_and_admits_no_new_ones(pressed):
-  async def scenario():
-    before = pressed.engine.stats()
-    begun = [pressed.begin([i, *range(9)], 21) for i in range(6)]
-    await pressed.until(lambda now: now.preemptions > before.preemptions)
-    run = [one.request for one in pressed.engine._queue.running]
-    draining = asyncio.create_task(pressed.publish("drain"))
-    await asyncio.sleep(0)
-    late = pressed.begin([7], 3, priority=(-1,))
-    await draining
-    assert pressed.version == before.version + 1
-    for request, task in begun:
-      answer = await task
-      assert pressed.is_greedy(
-        request.tokens, answer.tokens, version=answer.oldest_kv
-      )
-      assert len(set(answer.versions)) == 1
-      if request in run:
-        assert answer.oldest_kv == before.version
-    assert set((await late[1]).versions) == {before.version + 1}
-
-  pressed.run(scenario())
-
-
-def test_a_cancelled_update_and_one_that_waits_for_it_change_nothing(served):
-  async def scenario():
-    old = served.version
-    for mode in ("recompute", "keep_kv", "abort"):
-      _, task = served.begin([2, 4], 20)
-      await served.begun(1)
-      async with served.held(1):
-        publishing = asyncio.create_task(served.publish(mode))
-        queued = asyncio.create_task(served.publish("recompute"))
-        await asyncio.sleep(0.005)
-        assert not publishing.done()
-        for update in (queued, publishing):
-          update.cancel()
-        await asyncio.wait([publishing, queued])
-        assert publishing.cancelled()
-        assert queued.cancelled()
-      answer = await task
-      assert (answer.stop, set(answer.versions)) == ("length", {old})
-      assert served.is_greedy([2, 4], answer.tokens)
-    await served.publish("recompute")
-    assert served.version == old + 1
-
-  served.run(scenario())
+async def test_a_drain_finishes_preempted_requests_and_admits_no_new_ones(
+  pressed,
+):
+  before = pressed.engine.stats()
+  begun = [pressed.begin([i, *range(9)], 21) for i in range(6)]
+  await pressed.until(lambda now: now.preemptions > before.preemptions)
+  run = [one.request for one in pressed.engine._queue.running]
+  draining = asyncio.create_task(pressed.publish("drain"))
+  await asyncio.sleep(0)
+  late = pressed.begin([7], 3, priority=(-1,))
+  await draining
+  assert pressed.version == before.version + 1
+  for request, task in begun:
+    answer = await task
+    assert pressed.is_greedy(
+      request.tokens, answer.tokens, version=answer.oldest_kv
+    )
+    assert len(set(answer.versions)) == 1
+    if request in run:
+      assert answer.oldest_kv == before.version
+  assert set((await late[1]).versions) == {before.version + 1}
 
 
-def test_a_pause_during_an_update_holds_what_comes_after_it(served):
-  async def scenario():
-    _, task = served.begin([2, 4], 25)
+async def test_a_cancelled_update_and_one_that_waits_for_it_change_nothing(
+  served,
+):
+  old = served.version
+  for mode in ("recompute", "keep_kv", "abort"):
+    _, task = served.begin([2, 4], 20)
     await served.begun(1)
     async with served.held(1):
-      publishing = asyncio.create_task(served.publish("recompute"))
-      pausing = asyncio.create_task(served.engine.pause())
+      publishing = asyncio.create_task(served.publish(mode))
+      queued = asyncio.create_task(served.publish("recompute"))
       await asyncio.sleep(0.005)
       assert not publishing.done()
-      assert not pausing.done()
-    await asyncio.gather(publishing, pausing)
-    before = served.engine.stats().dispatches
-    await asyncio.sleep(0.02)
-    assert served.engine.stats().dispatches == before
-    served.engine.resume()
-    assert (await task).stop == "length"
+      for update in (queued, publishing):
+        update.cancel()
+      await asyncio.wait([publishing, queued])
+      assert publishing.cancelled()
+      assert queued.cancelled()
+    answer = await task
+    assert (answer.stop, set(answer.versions)) == ("length", {old})
+    assert served.is_greedy([2, 4], answer.tokens)
+  await served.publish("recompute")
+  assert served.version == old + 1
 
-  served.run(scenario())
+
+async def test_a_pause_during_an_update_holds_what_comes_after_it(served):
+  _, task = served.begin([2, 4], 25)
+  await served.begun(1)
+  async with served.held(1):
+    publishing = asyncio.create_task(served.publish("recompute"))
+    pausing = asyncio.create_task(served.engine.pause())
+    await asyncio.sleep(0.005)
+    assert not publishing.done()
+    assert not pausing.done()
+  await asyncio.gather(publishing, pausing)
+  before = served.engine.stats().dispatches
+  await asyncio.sleep(0.02)
+  assert served.engine.stats().dispatches == before
+  served.engine.resume()
+  assert (await task).stop == "length"
 
 
 # Load.
@@ -932,47 +873,41 @@ def test_shapes_compile_when_they_are_first_needed_unless_told_otherwise():
 # Failures and the end.
 
 
-def test_closing_a_paused_engine_fails_its_requests_and_all_that_follows(
+async def test_closing_a_paused_engine_fails_its_requests_and_all_that_follows(
   breakable,
 ):
-  async def scenario():
-    tasks = [breakable.begin([1], 20)[1] for _ in range(3)]
-    await breakable.begun(1)
-    await breakable.engine.pause()
+  tasks = [breakable.begin([1], 20)[1] for _ in range(3)]
+  await breakable.begun(1)
+  await breakable.engine.pause()
+  await breakable.engine.close()
+  for task in (
+    *tasks,
+    breakable.answer([1], 1),
+    breakable.engine.pause(),
+    breakable.engine.checksum(),
+    breakable.engine.flush_cache(),
+    breakable.engine.update_weights(1, breakable.placed(1)),
+  ):
+    with pytest.raises(contract.EngineClosed, match="was closed"):
+      await task
+  await breakable.engine.close()
+
+
+async def test_close_ends_every_update_that_waits(breakable):
+  _, task = breakable.begin([1], 20)
+  await breakable.begun(1)
+  async with breakable.held(1):
+    # The second waits for the first.
+    updates = [
+      asyncio.create_task(breakable.publish(mode))
+      for mode in ("drain", "recompute")
+    ]
+    pausing = asyncio.create_task(breakable.engine.pause())
+    await asyncio.sleep(0.005)
     await breakable.engine.close()
-    for task in (
-      *tasks,
-      breakable.answer([1], 1),
-      breakable.engine.pause(),
-      breakable.engine.checksum(),
-      breakable.engine.flush_cache(),
-      breakable.engine.update_weights(1, breakable.placed(1)),
-    ):
+    for waiting in (*updates, pausing, task):
       with pytest.raises(contract.EngineClosed, match="was closed"):
-        await task
-    await breakable.engine.close()
-
-  breakable.run(scenario())
-
-
-def test_close_ends_every_update_that_waits(breakable):
-  async def scenario():
-    _, task = breakable.begin([1], 20)
-    await breakable.begun(1)
-    async with breakable.held(1):
-      # The second waits for the first.
-      updates = [
-        asyncio.create_task(breakable.publish(mode))
-        for mode in ("drain", "recompute")
-      ]
-      pausing = asyncio.create_task(breakable.engine.pause())
-      await asyncio.sleep(0.005)
-      await breakable.engine.close()
-      for waiting in (*updates, pausing, task):
-        with pytest.raises(contract.EngineClosed, match="was closed"):
-          await waiting
-
-  breakable.run(scenario())
+        await waiting
 
 
 def test_close_before_the_start_returns(config, one_device):
@@ -982,43 +917,37 @@ def test_close_before_the_start_returns(config, one_device):
   thread.close()
 
 
-def test_a_device_program_that_fails_fails_the_requests(breakable):
-  async def scenario():
-    tasks = [breakable.begin([1], 20)[1] for _ in range(3)]
-    await breakable.begun(1)
-    # On another device than the cache: the next dispatch raises.
-    elsewhere = jax.device_put(breakable.placed(1), jax.devices()[1])
-    await breakable.engine.update_weights(1, elsewhere)
-    for task in (
-      *tasks,
-      breakable.answer([1], 1),
-      breakable.publish("recompute"),
-    ):
-      with pytest.raises(
-        contract.EngineClosed, match="decoding raised Value"
-      ) as raised:
-        await task
-      assert isinstance(raised.value.__cause__, ValueError)
-
-  breakable.run(scenario())
+async def test_a_device_program_that_fails_fails_the_requests(breakable):
+  tasks = [breakable.begin([1], 20)[1] for _ in range(3)]
+  await breakable.begun(1)
+  # On another device than the cache: the next dispatch raises.
+  elsewhere = jax.device_put(breakable.placed(1), jax.devices()[1])
+  await breakable.engine.update_weights(1, elsewhere)
+  for task in (
+    *tasks,
+    breakable.answer([1], 1),
+    breakable.publish("recompute"),
+  ):
+    with pytest.raises(
+      contract.EngineClosed, match="decoding raised Value"
+    ) as raised:
+      await task
+    assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_an_update_after_which_nothing_can_be_launched_ends_the_engine(
+async def test_an_update_after_which_nothing_can_be_launched_ends_the_engine(
   breakable,
 ):
-  async def scenario():
-    await breakable.engine.pause()
-    _, task = breakable.begin([1, 2], 5)
-    await asyncio.sleep(0)
-    breakable.engine.resume()
-    breakable.thread.close()
-    # The update is the first that launches a dispatch.
-    with pytest.raises(contract.EngineClosed, match="thread was closed"):
-      await breakable.publish("recompute")
-    with pytest.raises(contract.EngineClosed, match="thread was closed"):
-      await asyncio.wait_for(task, machine_speed.scaled(10))
-
-  breakable.run(scenario())
+  await breakable.engine.pause()
+  _, task = breakable.begin([1, 2], 5)
+  await asyncio.sleep(0)
+  breakable.engine.resume()
+  breakable.thread.close()
+  # The update is the first that launches a dispatch.
+  with pytest.raises(contract.EngineClosed, match="thread was closed"):
+    await breakable.publish("recompute")
+  with pytest.raises(contract.EngineClosed, match="thread was closed"):
+    await asyncio.wait_for(task, machine_speed.scaled(10))
 
 
 # Prefixes that one engine encodes for another.

@@ -34,78 +34,68 @@ async def chosen(served, ids):
   return np.sort(done.experts[: len(ids) - 1], -1)
 
 
-def test_new_weights_change_no_experts_of_tokens_sampled_before(served):
+async def test_new_weights_change_no_experts_of_tokens_sampled_before(served):
   prompt = [1, 2, 3, 4, 5]
 
-  async def scenario():
-    request, answer = served.begin(prompt, LONG, experts=True)
-    await served.first_token(request)
+  await served.engine.flush_cache()
+  request, answer = served.begin(prompt, LONG, experts=True)
+  await served.first_token(request)
+  await served.publish("recompute")
+  done = await answer
+  ids, old = [*prompt, *done.tokens.tolist()], served.version - 1
+  # The last of them, and all before, were fed to sample the others.
+  fed = len(prompt) + done.versions.tolist().count(old) - 1
+  assert len(prompt) <= fed < len(ids) - 1
+  new = await chosen(served, ids)
+  recorded = np.sort(done.experts, -1)
+  assert (recorded[fed:-1] == new[fed:]).all()
+  assert (recorded[-1] == -1).all()
+  await served.publish("recompute")
+  # Five versions have weights of their own, and then they come again.
+  while (served.version - old) % 5:
     await served.publish("recompute")
-    done = await answer
-    ids, old = [*prompt, *done.tokens.tolist()], served.version - 1
-    # The last of them, and all before, were fed to sample the others.
-    fed = len(prompt) + done.versions.tolist().count(old) - 1
-    assert len(prompt) <= fed < len(ids) - 1
-    new = await chosen(served, ids)
-    recorded = np.sort(done.experts, -1)
-    assert (recorded[fed:-1] == new[fed:]).all()
-    assert (recorded[-1] == -1).all()
-    await served.publish("recompute")
-    # Five versions have weights of their own, and then they come again.
-    while (served.version - old) % 5:
-      await served.publish("recompute")
-    assert (recorded[:fed] == (await chosen(served, ids))[:fed]).all()
-    assert (recorded[:fed] != new[:fed]).any()
-
-  served.run(served.engine.flush_cache())
-  served.run(scenario())
+  assert (recorded[:fed] == (await chosen(served, ids))[:fed]).all()
+  assert (recorded[:fed] != new[:fed]).any()
 
 
-def test_before_its_first_token_a_request_records_the_newest_experts(served):
+async def test_before_its_first_token_a_request_records_the_newest_experts(
+  served,
+):
   # It is fed in chunks of 6 ids, and weights come between two of them.
   prompt = list(range(19))
 
-  async def scenario():
-    begun = served.engine.stats().prefilled_tokens
-    _, answer = served.begin(prompt, 4, experts=True)
-    async with served.held(1):
-      publishing = asyncio.create_task(served.publish("recompute"))
-      await asyncio.sleep(0)
-    await publishing
-    assert served.engine.stats().prefilled_tokens - begun in (6, 12)
-    done = await answer
-    assert set(done.versions.tolist()) == {served.version}
-    ids = [*prompt, *done.tokens.tolist()]
-    expected = await chosen(served, ids)
-    assert (np.sort(done.experts[:-1], -1) == expected).all()
-
-  served.run(served.engine.flush_cache())
-  served.run(scenario())
-
-
-def test_context_from_the_cache_has_the_experts_that_encoded_it(served):
-  async def scenario():
-    ids = [7, 8, 9, 10, 11, 12]
-    first = await served.answer(ids, 6)
-    ids += [*first.tokens.tolist(), 3]
-    later = await served.answer(ids, 1, experts=True)
-    assert later.cached_tokens == len(ids) - 2
-    expected = await chosen(served, ids)
-    assert (np.sort(later.experts[: len(ids) - 1], -1) == expected).all()
-
-  served.run(served.engine.flush_cache())
-  served.run(scenario())
-
-
-def test_a_request_that_never_ran_has_no_experts(served):
-  async def scenario():
-    await served.engine.pause()
-    request, answer = served.begin([1, 2, 3], 4, experts=True)
+  await served.engine.flush_cache()
+  begun = served.engine.stats().prefilled_tokens
+  _, answer = served.begin(prompt, 4, experts=True)
+  async with served.held(1):
+    publishing = asyncio.create_task(served.publish("recompute"))
     await asyncio.sleep(0)
-    served.engine.abort(request.request_id)
-    done = await answer
-    served.engine.resume()
-    assert len(done.experts) == 3
-    assert (done.experts == -1).all()
+  await publishing
+  assert served.engine.stats().prefilled_tokens - begun in (6, 12)
+  done = await answer
+  assert set(done.versions.tolist()) == {served.version}
+  ids = [*prompt, *done.tokens.tolist()]
+  expected = await chosen(served, ids)
+  assert (np.sort(done.experts[:-1], -1) == expected).all()
 
-  served.run(scenario())
+
+async def test_context_from_the_cache_has_the_experts_that_encoded_it(served):
+  await served.engine.flush_cache()
+  ids = [7, 8, 9, 10, 11, 12]
+  first = await served.answer(ids, 6)
+  ids += [*first.tokens.tolist(), 3]
+  later = await served.answer(ids, 1, experts=True)
+  assert later.cached_tokens == len(ids) - 2
+  expected = await chosen(served, ids)
+  assert (np.sort(later.experts[: len(ids) - 1], -1) == expected).all()
+
+
+async def test_a_request_that_never_ran_has_no_experts(served):
+  await served.engine.pause()
+  request, answer = served.begin([1, 2, 3], 4, experts=True)
+  await asyncio.sleep(0)
+  served.engine.abort(request.request_id)
+  done = await answer
+  served.engine.resume()
+  assert len(done.experts) == 3
+  assert (done.experts == -1).all()

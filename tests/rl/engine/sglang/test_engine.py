@@ -226,12 +226,12 @@ def test_our_process_stays_ours(served):
 
 
 @needs_sglang
-def test_its_steps_are_work_of_its_mesh(served):
+async def test_its_steps_are_work_of_its_mesh(served):
   spans = served.thread._spans.spans
   assert "warm up" in {span.name for span in spans}
   before = len(spans)
   began = time.monotonic()
-  served.run(served.answer([1, 2], 9))
+  await served.answer([1, 2], 9)
   passed_s = time.monotonic() - began
   steps = [span for span in spans[before:] if span.name == "decode"]
   assert len(steps) >= 8
@@ -263,21 +263,18 @@ def test_a_closed_engine_holds_no_cache():
 
 
 @needs_sglang
-def test_a_failing_step_ends_the_engine_and_nothing_else(served):
-  async def scenario():
-    _, task = served.begin([1, 2], 60)
-    await served.begun(3)
-    served.engine._bridge.scheduler.run_batch = None
-    late = served.begin([3], 5)[1]
-    return await asyncio.gather(task, late, return_exceptions=True)
-
-  ended = served.run(scenario())
+async def test_a_failing_step_ends_the_engine_and_nothing_else(served):
+  _, task = served.begin([1, 2], 60)
+  await served.begun(3)
+  served.engine._bridge.scheduler.run_batch = None
+  late = served.begin([3], 5)[1]
+  ended = await asyncio.gather(task, late, return_exceptions=True)
   assert [type(one) for one in ended] == [contract.EngineClosed] * 2
   assert "scheduler raised" in str(ended[0])
   with pytest.raises(contract.EngineClosed):
-    served.run(served.engine.update_weights(1, served.placed(1)))
+    await served.engine.update_weights(1, served.placed(1))
   with pytest.raises(contract.EngineClosed):
-    served.run(served.engine.pause())
+    await served.engine.pause()
 
 
 @needs_sglang
