@@ -61,70 +61,55 @@ def test_what_would_end_the_loop_becomes_a_runtime_error(error):
     asyncio.run(threads.call(fail))
 
 
-def test_hung_calls_are_abandoned_and_do_not_starve_the_others():
+async def test_hung_calls_are_abandoned_and_do_not_starve_the_others():
   pool = threads.ThreadPool(size=2, max_size=2)
 
-  async def run():
-    await asyncio.gather(*(hang_until_cancelled(pool) for _ in range(2)))
-    assert pool.abandoned() == 2
-    return await asyncio.wait_for(pool.call(pow, 2, 5), machine_speed.scaled(5))
-
-  assert asyncio.run(run()) == 32
+  await asyncio.gather(*(hang_until_cancelled(pool) for _ in range(2)))
+  assert pool.abandoned() == 2
+  found = await asyncio.wait_for(pool.call(pow, 2, 5), machine_speed.scaled(5))
+  assert found == 32
 
 
-def test_a_call_that_waits_gets_the_place_of_an_abandoned_one():
+async def test_a_call_that_waits_gets_the_place_of_an_abandoned_one():
   pool = threads.ThreadPool(size=1, max_size=1)
 
-  async def run():
-    hung = asyncio.create_task(hang_until_cancelled(pool))
-    await asyncio.sleep(0)
-    result = await asyncio.wait_for(
-      pool.call(pow, 2, 5), machine_speed.scaled(5)
-    )
-    await hung
-    return result
-
-  assert asyncio.run(run()) == 32
+  hung = asyncio.create_task(hang_until_cancelled(pool))
+  await asyncio.sleep(0)
+  result = await asyncio.wait_for(pool.call(pow, 2, 5), machine_speed.scaled(5))
+  await hung
+  assert result == 32
 
 
-def test_the_pool_grows_while_every_thread_is_busy():
+async def test_the_pool_grows_while_every_thread_is_busy():
   pool = threads.ThreadPool(size=2, max_size=3)
 
-  async def run():
-    hung = [asyncio.create_task(pool.call(FOREVER.wait)) for _ in range(2)]
-    await asyncio.sleep(0)
-    result = await asyncio.wait_for(
-      pool.call(pow, 2, 5), machine_speed.scaled(5)
-    )
-    for task in hung:
-      task.cancel()
-    await asyncio.gather(*hung, return_exceptions=True)
-    return result
-
-  assert asyncio.run(run()) == 32
+  hung = [asyncio.create_task(pool.call(FOREVER.wait)) for _ in range(2)]
+  await asyncio.sleep(0)
+  result = await asyncio.wait_for(pool.call(pow, 2, 5), machine_speed.scaled(5))
+  for task in hung:
+    task.cancel()
+  await asyncio.gather(*hung, return_exceptions=True)
+  assert result == 32
 
 
-def test_a_call_cancelled_before_it_starts_never_runs():
+async def test_a_call_cancelled_before_it_starts_never_runs():
   pool = threads.ThreadPool(size=1, max_size=1)
   release = threading.Event()
   ran = []
 
-  async def run():
-    first = asyncio.create_task(pool.call(release.wait))
-    second = asyncio.create_task(pool.call(ran.append, "second"))
-    await asyncio.sleep(0.05)
-    second.cancel()
-    await asyncio.gather(second, return_exceptions=True)
-    release.set()
-    await first
-    await pool.call(ran.append, "third")
-
-  asyncio.run(run())
+  first = asyncio.create_task(pool.call(release.wait))
+  second = asyncio.create_task(pool.call(ran.append, "second"))
+  await asyncio.sleep(0.05)
+  second.cancel()
+  await asyncio.gather(second, return_exceptions=True)
+  release.set()
+  await first
+  await pool.call(ran.append, "third")
   assert ran == ["third"]
   assert pool.abandoned() == 0
 
 
-def test_an_abandoned_thread_that_wakes_up_takes_no_more_calls():
+async def test_an_abandoned_thread_that_wakes_up_takes_no_more_calls():
   pool = threads.ThreadPool(size=1, max_size=1)
   release = threading.Event()
   seen = []
@@ -133,14 +118,11 @@ def test_an_abandoned_thread_that_wakes_up_takes_no_more_calls():
     seen.append(threading.current_thread())
     release.wait()
 
-  async def run():
-    with pytest.raises(asyncio.TimeoutError):
-      await asyncio.wait_for(pool.call(work), 0.05)
-    release.set()
-    await asyncio.to_thread(seen[0].join, 5)
-    return await pool.call(threading.current_thread)
-
-  assert asyncio.run(run()) is not seen[0]
+  with pytest.raises(asyncio.TimeoutError):
+    await asyncio.wait_for(pool.call(work), 0.05)
+  release.set()
+  await asyncio.to_thread(seen[0].join, 5)
+  assert await pool.call(threading.current_thread) is not seen[0]
   assert not seen[0].is_alive()
 
 
@@ -203,36 +185,30 @@ async def time_short_calls(pool, opened):
     await pool.call(gated, opened)
 
 
-def test_short_calls_of_one_moment_share_a_thread():
+async def test_short_calls_of_one_moment_share_a_thread():
   pool, gate, opened = threads.ThreadPool(), threading.Event(), open_gate()
 
-  async def run():
-    await time_short_calls(pool, opened)
-    gates = [gate, opened, opened, opened]
-    calls = [asyncio.create_task(pool.call(gated, g)) for g in gates]
-    await asyncio.sleep(0)  # All have joined.
-    gate.set()
-    return await asyncio.gather(*calls)
-
-  assert len(set(asyncio.run(run()))) == 1
+  await time_short_calls(pool, opened)
+  gates = [gate, opened, opened, opened]
+  calls = [asyncio.create_task(pool.call(gated, g)) for g in gates]
+  await asyncio.sleep(0)  # All have joined.
+  gate.set()
+  assert len(set(await asyncio.gather(*calls))) == 1
 
 
 @pytest.mark.parametrize("cancels", [False, True])
-def test_the_rest_of_a_batch_goes_on_when_one_of_its_calls_hangs(cancels):
+async def test_the_rest_of_a_batch_goes_on_when_one_of_its_calls_hangs(cancels):
   pool, opened = threads.ThreadPool(size=1, max_size=2), open_gate()
 
-  async def run():
-    await time_short_calls(pool, opened)
-    gates = [opened, FOREVER, opened, opened]
-    calls = [asyncio.create_task(pool.call(gated, g)) for g in gates]
-    hung = calls.pop(1)
-    await asyncio.sleep(0)
-    if cancels:
-      await asyncio.sleep(0.02)
-      hung.cancel()
-    await asyncio.wait_for(asyncio.gather(*calls), machine_speed.scaled(5))
+  await time_short_calls(pool, opened)
+  gates = [opened, FOREVER, opened, opened]
+  calls = [asyncio.create_task(pool.call(gated, g)) for g in gates]
+  hung = calls.pop(1)
+  await asyncio.sleep(0)
+  if cancels:
+    await asyncio.sleep(0.02)
     hung.cancel()
-    await asyncio.gather(hung, return_exceptions=True)
-    return pool.abandoned()
-
-  assert asyncio.run(run()) == 1
+  await asyncio.wait_for(asyncio.gather(*calls), machine_speed.scaled(5))
+  hung.cancel()
+  await asyncio.gather(hung, return_exceptions=True)
+  assert pool.abandoned() == 1

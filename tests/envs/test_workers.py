@@ -54,16 +54,12 @@ def test_an_episode_is_the_same_in_a_worker(play):
   assert there.messages[0].content == "seed 7"
 
 
-def test_tools_and_metrics_come_through():
-  async def run():
-    environment = await begin(ONE)
-    step = await environment.step(say("end"))
-    await environment.close()
-    return environment.tools, step.metrics, step.done
-
-  tools, metrics, done = asyncio.run(run())
-  assert tools == [{"type": "function", "function": {"name": "go"}}]
-  assert (metrics, done) == ({"n": 1}, True)
+async def test_tools_and_metrics_come_through():
+  environment = await begin(ONE)
+  step = await environment.step(say("end"))
+  await environment.close()
+  assert environment.tools == [{"type": "function", "function": {"name": "go"}}]
+  assert (step.metrics, step.done) == ({"n": 1}, True)
 
 
 @pytest.mark.parametrize(
@@ -111,20 +107,17 @@ def test_the_steps_before_a_death_stay_in_the_trajectory():
   assert [m.content for m in text.messages[1::2]] == ["pid", "exit"]
 
 
-def test_an_exception_leaves_the_worker_alone():
-  async def run():
-    environment = await begin(ONE)
-    pid = await pid_of(environment)
-    with pytest.raises(
-      workers.WorkerError,
-      match=r"SystemExit: told to \(failing_environments.py:\d+, in ",
-    ):
-      await environment.step(say("raise"))
-    with pytest.raises(workers.WorkerError, match="AttributeError"):
-      await environment.step(say("nothing"))
-    return pid == await pid_of(environment)
-
-  assert asyncio.run(run())
+async def test_an_exception_leaves_the_worker_alone():
+  environment = await begin(ONE)
+  pid = await pid_of(environment)
+  with pytest.raises(
+    workers.WorkerError,
+    match=r"SystemExit: told to \(failing_environments.py:\d+, in ",
+  ):
+    await environment.step(say("raise"))
+  with pytest.raises(workers.WorkerError, match="AttributeError"):
+    await environment.step(say("nothing"))
+  assert pid == await pid_of(environment)
 
 
 @pytest.mark.parametrize(
@@ -147,20 +140,17 @@ def test_a_call_that_does_not_end_costs_at_most_its_worker(mischief, is_same):
   assert not is_alive(before)
 
 
-def test_those_above_the_limit_of_sessions_wait_in_order():
-  async def run():
-    first = await begin(ONE)
-    second, third = ONE(TASK), ONE(TASK)
-    waiting = [asyncio.create_task(one.admit()) for one in (second, third)]
-    await asyncio.wait(waiting, timeout=0.05)
-    assert not any(one.done() for one in waiting)
-    waiting[0].cancel()
-    await first.close()
-    await waiting[1]
-    await third.start()
-    return await pid_of(third)
-
-  assert asyncio.run(run())
+async def test_those_above_the_limit_of_sessions_wait_in_order():
+  first = await begin(ONE)
+  second, third = ONE(TASK), ONE(TASK)
+  waiting = [asyncio.create_task(one.admit()) for one in (second, third)]
+  await asyncio.wait(waiting, timeout=0.05)
+  assert not any(one.done() for one in waiting)
+  waiting[0].cancel()
+  await first.close()
+  await waiting[1]
+  await third.start()
+  assert await pid_of(third)
 
 
 def test_a_wait_for_a_session_has_an_end():
@@ -174,23 +164,20 @@ def test_a_wait_for_a_session_has_an_end():
     asyncio.run(run())
 
 
-def test_a_source_that_fails_to_load_says_so_and_is_tried_again_later():
+async def test_a_source_that_fails_to_load_says_so_and_is_tried_again_later():
   source = dataclasses.replace(
     ONE, source=failing_environments.Told(fails_to_load=True)
   )
 
-  async def run():
-    times = []
-    for _ in range(3):
-      environment = source(TASK)
-      await environment.admit()
-      times.append(time.monotonic())
-      with pytest.raises(workers.WorkerError, match="ImportError: no such gam"):
-        await environment.start()
-      await environment.close()
-    return times
-
-  first, second, third = asyncio.run(run())
+  times = []
+  for _ in range(3):
+    environment = source(TASK)
+    await environment.admit()
+    times.append(time.monotonic())
+    with pytest.raises(workers.WorkerError, match="ImportError: no such gam"):
+      await environment.start()
+    await environment.close()
+  first, second, third = times
   # 0.1 s after the first death in succession, 0.2 s after the second.
   assert second - first >= 0.1
   assert third - second >= 0.2

@@ -108,33 +108,27 @@ def test_a_bad_answer_is_followed_by_another_call():
   assert costs["offloaded_calls"] == 2
 
 
-def test_a_server_that_is_not_there_is_a_fault_that_names_it():
+async def test_a_server_that_is_not_there_is_a_fault_that_names_it():
   reward = http.Http(url="http://127.0.0.1:9/x", reward=REWARD)
 
-  async def run():
-    try:
-      with pytest.raises(OSError, match=r"127\.0\.0\.1:9/x cannot be reached"):
-        await reward.open()
-    finally:
-      await reward.close()
-
-  asyncio.run(run())
+  try:
+    with pytest.raises(OSError, match=r"127\.0\.0\.1:9/x cannot be reached"):
+      await reward.open()
+  finally:
+    await reward.close()
 
 
 @pytest.mark.parametrize(
   "said", [b'{"rewards": true}', b'{"rewards": 3}', b"3", b"[" * 100_000]
 )
-def test_what_lists_no_rewards_is_no_reward_server(said):
-  async def run():
-    async with scripted_http.serve(scripted(reply(said))) as address:
-      reward = http.Http(url=address, reward=REWARD)
-      try:
-        with pytest.raises(calls.CallError, match="is no reward server"):
-          await reward.open()
-      finally:
-        await reward.close()
-
-  asyncio.run(run())
+async def test_what_lists_no_rewards_is_no_reward_server(said):
+  async with scripted_http.serve(scripted(reply(said))) as address:
+    reward = http.Http(url=address, reward=REWARD)
+    try:
+      with pytest.raises(calls.CallError, match="is no reward server"):
+        await reward.open()
+    finally:
+      await reward.close()
 
 
 def test_a_hung_call_is_answered_by_its_hedge():

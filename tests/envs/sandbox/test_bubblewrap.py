@@ -237,23 +237,19 @@ def test_without_a_sandbox_the_secret_is_found(host, name, tmp_path):
   assert host.secret in done.stdout
 
 
-def test_a_caller_that_is_cancelled_leaves_no_process():
-  async def look():
-    run = asyncio.create_task(BOX.run("import time; time.sleep(60)"))
-    async with asyncio.timeout(machine_speed.scaled(10)):
-      while not (found := _processes()):
-        await asyncio.sleep(0.02)
-    run.cancel()
-    with pytest.raises(asyncio.CancelledError):
-      await run
-    return found, _processes()
-
-  found, left = asyncio.run(look())
+async def test_a_caller_that_is_cancelled_leaves_no_process():
+  run = asyncio.create_task(BOX.run("import time; time.sleep(60)"))
+  async with asyncio.timeout(machine_speed.scaled(10)):
+    while not (found := _processes()):
+      await asyncio.sleep(0.02)
+  run.cancel()
+  with pytest.raises(asyncio.CancelledError):
+    await run
   assert found
-  assert not left
+  assert not _processes()
 
 
-def test_a_caller_that_is_cancelled_at_any_time_leaves_no_process():
+async def test_a_caller_that_is_cancelled_at_any_time_leaves_no_process():
   async def cancel(after_s):
     run = asyncio.create_task(BOX.run("import time; time.sleep(60)"))
     await asyncio.sleep(after_s)
@@ -261,13 +257,10 @@ def test_a_caller_that_is_cancelled_at_any_time_leaves_no_process():
     with pytest.raises(asyncio.CancelledError):
       await run
 
-  async def cancel_many():
-    # Together they start slowly, so that many are cancelled in the middle.
-    async with asyncio.timeout(machine_speed.scaled(30)):
-      await asyncio.gather(*(cancel(0.01 * n) for n in range(60)))
-    return _processes()
-
-  assert not asyncio.run(cancel_many())
+  # Together they start slowly, so that many are cancelled in the middle.
+  async with asyncio.timeout(machine_speed.scaled(30)):
+    await asyncio.gather(*(cancel(0.01 * n) for n in range(60)))
+  assert not _processes()
 
 
 def test_a_process_that_adopts_orphans_keeps_no_zombies():
@@ -312,15 +305,12 @@ def test_a_machine_whose_calls_are_not_known_is_refused(monkeypatch):
     asyncio.run(BOX.run("print(1)"))
 
 
-def test_a_process_that_outlives_its_kill_is_an_error(monkeypatch):
-  async def run():
-    process = await BOX.start("import time; time.sleep(60)")
-    with monkeypatch.context() as patch:
-      patch.setattr(bubblewrap, "_DEATH_S", 0.1)
-      patch.setattr(process, "kill", lambda: None)
-      with pytest.raises(bubblewrap.SandboxError, match=r"alive 0\.1 s after"):
-        await process.end()
-    os.killpg(process._process.pid, signal.SIGKILL)
-    await process.wait()
-
-  asyncio.run(run())
+async def test_a_process_that_outlives_its_kill_is_an_error(monkeypatch):
+  process = await BOX.start("import time; time.sleep(60)")
+  with monkeypatch.context() as patch:
+    patch.setattr(bubblewrap, "_DEATH_S", 0.1)
+    patch.setattr(process, "kill", lambda: None)
+    with pytest.raises(bubblewrap.SandboxError, match=r"alive 0\.1 s after"):
+      await process.end()
+  os.killpg(process._process.pid, signal.SIGKILL)
+  await process.wait()

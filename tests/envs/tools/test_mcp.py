@@ -197,7 +197,7 @@ def test_a_command_that_is_no_server_is_named(command, words):
   ],
   ids=["500", "junk", "half", "huge", "huge event", "encoded", "closed"],
 )
-def test_a_url_that_is_no_server_is_named(reply, words):
+async def test_a_url_that_is_no_server_is_named(reply, words):
   async def answer(reader, writer):
     await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 " + reply if reply else b"")
@@ -205,33 +205,23 @@ def test_a_url_that_is_no_server_is_named(reply, words):
       await writer.drain()
     writer.close()
 
-  async def run():
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
-      port = listener.sockets[0].getsockname()[1]
-      url = f"http://127.0.0.1:{port}/mcp"
-      with pytest.raises(mcp.McpServerError, match=rf"{url}: .*{words}"):
-        await mcp.McpServer(url=url).open()
-
-  asyncio.run(run())
+  async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+    port = listener.sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}/mcp"
+    with pytest.raises(mcp.McpServerError, match=rf"{url}: .*{words}"):
+      await mcp.McpServer(url=url).open()
 
 
-def test_a_shared_server_that_died_is_started_again():
+async def test_a_shared_server_that_died_is_started_again():
   server = poor("os._exit(5)", shared=True)
-
-  async def run():
-    faults = []
-    for _ in range(2):
-      opened = await server.open()
-      with pytest.raises(mcp.McpServerError, match="exit code 5") as fault:
-        await opened.call(base.ToolCall("go", "{}"))
-      faults.append(fault)
-      await opened.close()
-    return faults
-
-  assert len(asyncio.run(run())) == 2
+  for _ in range(2):
+    opened = await server.open()
+    with pytest.raises(mcp.McpServerError, match="exit code 5"):
+      await opened.call(base.ToolCall("go", "{}"))
+    await opened.close()
 
 
-def test_a_token_is_sent_to_its_url(monkeypatch):
+async def test_a_token_is_sent_to_its_url(monkeypatch):
   monkeypatch.setenv("SHOP_TOKEN", "open sesame")
   seen = []
 
@@ -239,33 +229,27 @@ def test_a_token_is_sent_to_its_url(monkeypatch):
     seen.append(await reader.readuntil(b"\r\n\r\n"))
     writer.close()
 
-  async def run():
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
-      port = listener.sockets[0].getsockname()[1]
-      url = f"http://127.0.0.1:{port}/mcp"
-      with pytest.raises(mcp.McpServerError):
-        await mcp.McpServer(url=url, token="SHOP_TOKEN").open()
-
-  asyncio.run(run())
+  async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+    port = listener.sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}/mcp"
+    with pytest.raises(mcp.McpServerError):
+      await mcp.McpServer(url=url, token="SHOP_TOKEN").open()
   assert b"authorization: bearer open sesame\r\n" in seen[0].lower()
 
 
-def test_a_wrong_call_is_told_and_ends_no_shared_server():
+async def test_a_wrong_call_is_told_and_ends_no_shared_server():
   refusal = """
       wrong = {"code": -32602, "message": f"go where, {os.getpid()}?"}
       print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": wrong}),
             flush=True)"""
   server = poor(refusal, shared=True)
 
-  async def run():
-    told = []
-    for _ in range(2):
-      opened = await server.open()
-      told.append(await opened.call(base.ToolCall("go", "{}")))
-      await opened.close()
-    return told
-
-  first, second = asyncio.run(run())
+  told = []
+  for _ in range(2):
+    opened = await server.open()
+    told.append(await opened.call(base.ToolCall("go", "{}")))
+    await opened.close()
+  first, second = told
   assert first == second
   assert first[1]
   assert first[0].startswith("error: go: go where, ")

@@ -28,16 +28,13 @@ async def send(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_to_stop(number):
+async def test_the_first_signal_asks_to_stop(number):
   told = []
 
-  async def run():
-    installed = signals.Signals(lambda: told.append("stop"), told.append)
-    assert installed.number == 0
-    await send(number)
-    assert installed.number == number
-
-  asyncio.run(run())
+  installed = signals.Signals(lambda: told.append("stop"), told.append)
+  assert installed.number == 0
+  await send(number)
+  assert installed.number == number
   assert told == [
     "stop",
     "stopping at the next safe point; again to end at once",
@@ -45,32 +42,26 @@ def test_the_first_signal_asks_to_stop(number):
 
 
 @pytest.mark.parametrize("when", ["inside", "behind"])
-def test_it_calls_what_is_in_charge_when_it_comes(when):
+async def test_it_calls_what_is_in_charge_when_it_comes(when):
   called = []
 
-  async def run():
-    installed = signals.Signals(
-      lambda: called.append("behind"), lambda text: None
-    )
-    with installed.calling(lambda: called.append("inside")):
-      if when == "inside":
-        await send(signal.SIGTERM)
-    if when == "behind":
+  installed = signals.Signals(
+    lambda: called.append("behind"), lambda text: None
+  )
+  with installed.calling(lambda: called.append("inside")):
+    if when == "inside":
       await send(signal.SIGTERM)
-
-  asyncio.run(run())
+  if when == "behind":
+    await send(signal.SIGTERM)
   assert called == [when]
 
 
-def test_code_that_does_not_await_can_be_interrupted():
-  async def run():
-    installed = signals.Signals(lambda: None, lambda text: None)
-    installed.interrupt()
-    with pytest.raises(KeyboardInterrupt):
-      os.kill(os.getpid(), signal.SIGTERM)
-    return installed.number
-
-  assert asyncio.run(run()) == signal.SIGTERM
+async def test_code_that_does_not_await_can_be_interrupted():
+  installed = signals.Signals(lambda: None, lambda text: None)
+  installed.interrupt()
+  with pytest.raises(KeyboardInterrupt):
+    os.kill(os.getpid(), signal.SIGTERM)
+  assert installed.number == signal.SIGTERM
 
 
 @pytest.mark.process
