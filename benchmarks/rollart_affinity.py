@@ -95,9 +95,7 @@ POOLS = {
 }
 
 
-def workloads(
-  shares: Mapping[str, float], sigma: float = 0.6
-) -> tuple[workload.Workload, ...]:
+def workloads(shares: Mapping[str, float]) -> tuple[workload.Workload, ...]:
   """Returns tasks in the given shares, equally long on an H800."""
   return tuple(
     workload.Workload(
@@ -106,7 +104,7 @@ def workloads(
       prompt_tokens=distributions.Fixed(_IDS * shares[name] / turns),
       reply_tokens=distributions.Fixed(_IDS * shares[name] / turns),
       answer_tokens=distributions.LogNormal(
-        mean=_IDS * (1.0 - shares[name]) / turns, sigma=sigma
+        mean=_IDS * (1.0 - shares[name]) / turns, sigma=0.6
       ),
     )
     for name, turns in _TURNS.items()

@@ -237,7 +237,7 @@ def loaded_state(
   layout: sharding.Layout,
   directory: str,
   seed: int,
-  report: Callable[[str], None] = lambda text: None,
+  report: Callable[[str], None],
 ) -> train_state.TrainState:
   """Returns the parameters of a Hugging Face checkpoint, as `fresh_state`.
 

@@ -45,7 +45,6 @@ class Router:
       are not counted as load.
     infos: pool and kind of each engine; None: they are all alike.
     log: gets preferences and fallbacks, engines lost and recovered.
-    max_sessions: see `routing_table.RoutingTable`.
 
   Attributes:
     on_lost: given the number of an engine that was lost, and why; it calls
@@ -60,14 +59,13 @@ class Router:
     infos: Sequence[placement.EngineInfo] | None = None,
     routing: affinity.Routing = _ALIKE,
     log: event_log.EventLog | None = None,
-    max_sessions: int = 65_536,
   ):
     # Raises if they are not of one model.
     pool_stats.capabilities(engines)
     if infos is None:
       infos = [placement.EngineInfo()] * len(engines)
     self._engines = list(engines)
-    self._table = routing_table.RoutingTable(infos, routing, max_sessions)
+    self._table = routing_table.RoutingTable(infos, routing)
     self._log = log
     self._reason = ""
     self.on_lost: Callable[[int, str], None] | None = None

@@ -112,17 +112,16 @@ def summarise(
   )
 
 
-def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-  """Returns the Wilson score interval of a success rate, within [0, 1].
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+  """Returns the Wilson score interval of 95 % of a success rate.
 
-  Args:
-    trials: 0 gives (0, 1).
-    z: quantile of the normal distribution; 1.96 for 95 %.
+  It lies within [0, 1], and is all of that where `trials` is 0.
 
   Source: Wilson, 1927; Brown, Cai and DasGupta, 2001, eq. 4.
   """
   if trials == 0:
     return 0.0, 1.0
+  z = 1.96  # Quantile of the normal distribution.
   rate = successes / trials
   center = rate + z**2 / (2 * trials)
   spread = rate * (1 - rate) / trials + z**2 / (4 * trials**2)

@@ -200,15 +200,13 @@ class TrackOverlap:
 _NO_OVERLAP = TrackOverlap(first_s=0.0, second_s=0.0, both_s=0.0)
 
 
-def overlap(
-  spans: Sequence[Span], first: str = "learner", second: str = "decode"
-) -> TrackOverlap:
-  """Returns how much of the work of two tracks happened at once."""
-  a, b = busy(spans, first), busy(spans, second)
+def overlap(spans: Sequence[Span]) -> TrackOverlap:
+  """Returns how much of the learner's work and of decoding was at once."""
+  first, second = busy(spans, "learner"), busy(spans, "decode")
   return TrackOverlap(
-    first_s=math.fsum(end - start for start, end in a),
-    second_s=math.fsum(end - start for start, end in b),
-    both_s=intersection(a, b),
+    first_s=math.fsum(end - start for start, end in first),
+    second_s=math.fsum(end - start for start, end in second),
+    both_s=intersection(first, second),
   )
 
 

@@ -55,7 +55,7 @@ def near(hint: Any, word: str) -> str | None:
 
 def moved(path: str) -> str:
   """Returns "; did you mean ..?" with the class of that name elsewhere."""
-  package, _, name = path.partition(".")[0], *path.rpartition(".")[1:]
+  package, name = path.partition(".")[0], path.rpartition(".")[2]
   found = short_names.classes(package)
   paths = sorted({annotations.path(c) for c in found if c.__name__ == name})
   return f"; did you mean {' or '.join(paths)}?" if paths else ""

@@ -360,6 +360,4 @@ def constant(value: float, count: int, dtype: type) -> np.ndarray:
 
   One number in memory: arrays of every answer and version would fill it.
   """
-  array = np.ndarray(count, dtype, np.full(1, value, dtype), strides=(0,))
-  array.flags.writeable = False
-  return array
+  return np.broadcast_to(np.array(value, dtype), count)

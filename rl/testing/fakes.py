@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,9 +140,7 @@ class Judge:
 class FakeLearner(learner.Learner):
   """A learner that trains nothing; its parameters count updates."""
 
-  def __init__(self, step_s: float = 0.0):
-    """Lets one accumulation take `step_s` seconds."""
-    self.step_s = step_s
+  def __init__(self):
     self.abstract = _counted(0)
 
   def init(self, key: Any) -> train_state.TrainState:
@@ -174,7 +171,6 @@ class FakeLearner(learner.Learner):
     self, params: Any, total: Any, batch: Any, critic: Any = None
   ) -> learner.Accumulator:
     """Counts the sampled tokens of one more batch."""
-    time.sleep(self.step_s)
     before = 0.0 if total is None else total.sums
     tokens = before + float(batch.sampled.sum())
     return learner.Accumulator._make(({}, tokens))

@@ -1,6 +1,5 @@
 """A real browser without a window, driven over its debugging protocol."""
 
-import base64
 import contextlib
 import itertools
 import json
@@ -176,11 +175,6 @@ class Browser:
       "new Promise((done) => requestAnimationFrame(() =>"
       " requestAnimationFrame(done)))"
     )
-
-  def picture(self, path: pathlib.Path, *, whole: bool = True) -> None:
-    """Writes the page as a PNG, for those who look at it."""
-    data = self.ask("Page.captureScreenshot", captureBeyondViewport=whole)
-    path.write_bytes(base64.b64decode(data["data"]))
 
   def pixel(self, x: int, y: int) -> tuple[int, int, int]:
     """Returns red, green and blue of a place, 0 to 255 each."""
