@@ -1,13 +1,18 @@
 """Routers over scripted engines, and who plays on them, for tests."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 
 from models.chat import word_chat
+from rl.audit import event_log
 from rl.engine import contract
-from rl.pools import affinity, router
+from rl.pools import affinity, router, weight_publisher
+from rl.runtime import trace
+from rl.simulation import learner as simulated_learner
 from rl.testing import scripted_engine
+from tests.helpers import players_under_test as players
 
 
 def engine(
@@ -16,6 +21,14 @@ def engine(
   """Returns an engine that takes `delay_s` for every answer."""
   say = scripted_engine.one_of(words, word_chat.END)
   return kind(say, lambda request, i: i * delay_s, **settings)
+
+
+def starting(
+  kind=scripted_engine.ScriptedEngine, delay_s=1.0, start_s=2.0
+) -> Any:
+  """Returns an engine for a run, which takes weights in 0.5 s."""
+  words = (players.YES, players.NO)
+  return engine(words, delay_s, kind, start_s=start_s, update_s=0.5)
 
 
 def request(name="a", session=None, ids=(3, 1), **fields):
@@ -36,6 +49,30 @@ def pool(count=2, delay_s=0.0, *, log=None, routing=None, infos=None):
   settings = affinity.Routing(**(routing or {}))
   pooled = router.Router(engines, infos=infos, routing=settings, log=log)
   return pooled, engines
+
+
+class Pool:
+  """A router and who publishes to it, outside of a run.
+
+  Answers take 1 s, and copies of weights another.
+  """
+
+  def __init__(self, count=1, transfer=None, **settings):
+    clock = asyncio.get_running_loop().time
+    self.log = event_log.EventLog(clock=clock)
+    self.router, self.engines = pool(count, 1.0, log=self.log, **settings)
+    self.publisher = weight_publisher.WeightPublisher(
+      self.router,
+      transfer or simulated_learner.SimulatedTransfer(1.0),
+      self.log,
+      trace.Trace(None, clock=clock),
+    )
+    self.publisher.begin(0, None)
+
+  async def lose(self, number):
+    """Closes an engine, and has the router find out."""
+    await self.router.engines[number].close()
+    await self.router.flush_cache()
 
 
 async def begun(pooled, *args, **kwargs):

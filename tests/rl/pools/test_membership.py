@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 
-from models.chat import word_chat
 from rl.audit import event_log
 from rl.engine import contract
 from rl.loop import coordinator
-from rl.pools import membership, placement, weight_publisher
-from rl.runtime import checksum, trace
+from rl.pools import membership, placement
+from rl.runtime import checksum
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
 from rl.testing import fakes, scripted_engine
-from tests.helpers import players_under_test as players
 from tests.helpers import pools_under_test as pools
 from tests.helpers import virtual_run
 
@@ -23,12 +21,6 @@ pytestmark = pytest.mark.virtual_time
 
 INFO = placement.EngineInfo()
 TIMES = 200
-
-
-def starting(kind=scripted_engine.ScriptedEngine, start_s=2.0) -> Any:
-  """Returns an engine that takes 1 s for a word, and 0.5 s for weights."""
-  say = scripted_engine.one_of((players.YES, players.NO), word_chat.END)
-  return kind(say, lambda request, i: i * 1.0, start_s=start_s, update_s=0.5)
 
 
 def run(schedule, **fields):
@@ -40,7 +32,7 @@ def run(schedule, **fields):
       "source": fakes.Counting(turns=3),
       "transfer_s": 1.0,
       "update_s": 0.5,
-      "build_again": starting,
+      "build_again": pools.starting,
       **fields,
     },
   )
@@ -161,20 +153,11 @@ class Verified(simulated_learner.SimulatedTransfer):
     return checksum.of(params)
 
 
-class Pool:
-  """A router of one engine into which others may come, outside of a run."""
+class Pool(pools.Pool):
+  """One engine beside which others may come."""
 
-  def __init__(self, delay_s=1.0, **settings):
-    clock = asyncio.get_running_loop().time
-    self.log = event_log.EventLog(clock=clock)
-    self.router, self.engines = pools.pool(1, delay_s, log=self.log, **settings)
-    self.publisher = weight_publisher.WeightPublisher(
-      self.router,
-      Verified(1.0),
-      self.log,
-      trace.Trace(None, clock=clock),
-    )
-    self.publisher.begin(0, None)
+  def __init__(self, **settings):
+    super().__init__(transfer=Verified(1.0), **settings)
     self.told = []
     self.members = membership.Membership(
       self.router,
@@ -186,14 +169,9 @@ class Pool:
 
   async def join(self, engine=None, info=INFO):
     """Returns the number of an engine that has joined."""
-    number = self.members.join(lambda number: engine or starting(), info)
+    number = self.members.join(lambda number: engine or pools.starting(), info)
     await asyncio.sleep(3.1)
     return number
-
-  async def lose(self, number):
-    """Closes an engine, and has the router find out."""
-    await self.router.engines[number].close()
-    await self.router.flush_cache()
 
 
 async def test_the_last_engine_serves_until_another_has_joined():
@@ -257,7 +235,7 @@ async def test_one_that_joins_in_a_publish_serves_what_is_published(
   wait_s, version
 ):
   pool = Pool()
-  pool.members.join(lambda number: starting(), INFO)
+  pool.members.join(lambda number: pools.starting(), INFO)
   await asyncio.sleep(wait_s)
   await pool.publisher.publish(1, None, "recompute")
   await asyncio.sleep(10.0)
@@ -268,7 +246,7 @@ async def test_one_that_joins_in_a_publish_serves_what_is_published(
 
 async def test_a_publish_asks_nothing_of_an_engine_that_is_still_starting():
   pool = Pool()
-  pool.members.join(lambda number: starting(start_s=10.0), INFO)
+  pool.members.join(lambda number: pools.starting(start_s=10.0), INFO)
   await asyncio.sleep(2.0)
   # Its weights are compared, and it has none.
   stall_s = await pool.publisher.publish(1, None, "recompute")
@@ -319,7 +297,7 @@ async def test_a_guest_that_is_lost_has_left_and_its_sessions_move():
 )
 async def test_an_engine_that_does_not_start_has_never_been_there(kind, why):
   pool = Pool()
-  engine = starting(kind)
+  engine = pools.starting(kind)
   await pool.join(engine)
   await asyncio.sleep(20.0)
   assert engine._closed
@@ -345,14 +323,14 @@ class Told(scripted_engine.ScriptedEngine):
 
 async def test_an_engine_that_is_told_to_leave_does():
   pool = Pool()
-  engine = starting(Told)
+  engine = pools.starting(Told)
   number = await pool.join(engine)
   engine.word.set()
   await asyncio.sleep(0.1)
   assert engine._closed
   assert number not in pool.router.serving
   # One that is closed before it is told leaves nothing behind.
-  engine = starting(Told)
+  engine = pools.starting(Told)
   await pool.lose(await pool.join(engine))
   engine.word.set()
   await asyncio.sleep(0.1)
@@ -372,12 +350,12 @@ async def test_an_engine_that_is_told_to_leave_does():
 @pytest.mark.parametrize("after_s", [0.5, 1.5], ids=["copy", "start"])
 async def test_closing_in_a_join_leaves_no_task_and_no_engine(after_s):
   pool = Pool()
-  engine = starting()
+  engine = pools.starting()
   pool.members.join(lambda number: engine, INFO)
   await asyncio.sleep(after_s)
   await pool.members.close()
   with pytest.raises(ValueError, match="about to end"):
-    pool.members.join(lambda number: starting(), INFO)
+    pool.members.join(lambda number: pools.starting(), INFO)
   await pool.router.close()
   assert engine._closed
   assert asyncio.all_tasks() - {asyncio.current_task()} == set()

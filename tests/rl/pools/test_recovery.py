@@ -4,20 +4,15 @@ import asyncio
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import pytest
 
-from models.chat import word_chat
 from rl.audit import event_log
 from rl.engine import contract
-from rl.pools import placement, recovery, weight_publisher
-from rl.runtime import trace
+from rl.pools import placement, recovery
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
-from rl.simulation import learner as simulated_learner
 from rl.testing import fakes, scripted_engine
-from tests.helpers import players_under_test as players
 from tests.helpers import pools_under_test as pools
 from tests.helpers import virtual_run
 
@@ -38,16 +33,9 @@ def run(schedule, **fields):
       "recovery": QUICK,
       "transfer_s": 1.0,
       "update_s": 0.5,
-      "build_again": starting,
+      "build_again": pools.starting,
       **fields,
     },
-  )
-
-
-def starting(kind=scripted_engine.ScriptedEngine, delay_s=1.0, start_s=2.0):
-  say = scripted_engine.one_of((players.YES, players.NO), word_chat.END)
-  return kind(
-    say, lambda request, i: i * delay_s, start_s=start_s, update_s=0.5
   )
 
 
@@ -180,7 +168,7 @@ def test_an_engine_that_stops_again_and_again_is_given_up(
   kind, reason, seconds
 ):
   def build():
-    return starting(kind, start_s=0.0)
+    return pools.starting(kind, start_s=0.0)
 
   broken = run(
     overlap.in_flight(4, 1, 2),
@@ -208,7 +196,7 @@ def test_an_engine_that_stops_again_and_again_is_given_up(
 def test_a_run_goes_on_without_an_engine_that_was_given_up():
   played = run(
     overlap.in_flight(4, 1, 2),
-    build_again=lambda: starting(scripted_engine.UnstartableEngine),
+    build_again=lambda: pools.starting(scripted_engine.UnstartableEngine),
     disturb=lose(4.25),
   ).start()
   assert [e["engine"] for e in played.of("engine_given_up")] == [0]
@@ -227,51 +215,34 @@ def test_one_attempt_leaves_a_lost_engine_lost():
   ]
 
 
-@dataclasses.dataclass
-class Pool:
-  """A router with restarts, outside of a run."""
+class Pool(pools.Pool):
+  """Engines with restarts."""
 
-  settings: recovery.Recovery = QUICK
-  build: Any = None
-  infos: Any = None
-  routing: dict = dataclasses.field(default_factory=dict)
-  count: int = 2
-  watchdog: Any = None
-  place_s: float = 0.0
-
-  def start(self):
-    self.log = event_log.EventLog(clock=asyncio.get_running_loop().time)
-    self.router, self.engines = pools.pool(
-      self.count, 1.0, log=self.log, routing=self.routing, infos=self.infos
-    )
-    self.publisher = weight_publisher.WeightPublisher(
-      self.router,
-      simulated_learner.SimulatedTransfer(1.0),
-      self.log,
-      trace.Trace(None, clock=asyncio.get_running_loop().time),
-    )
-    self.publisher.begin(0, None)
+  def __init__(
+    self,
+    settings=QUICK,
+    build=pools.starting,
+    count=2,
+    watchdog=None,
+    place_s=0.0,
+    **routing,
+  ):
+    super().__init__(count, **routing)
     self.restarts = recovery.Restarts(
-      self.settings,
+      settings,
       self.router,
       self.publisher,
-      lambda number: (self.build or starting)(),
+      lambda number: build(),
       self.log,
-      watchdog=self.watchdog,
-      place_s=self.place_s,
+      watchdog=watchdog,
+      place_s=place_s,
     )
-    return self
-
-  async def lose(self, number):
-    """Closes an engine, and has the router find out."""
-    await self.router.engines[number].close()
-    await self.router.flush_cache()
 
 
 async def test_a_domain_returns_to_its_pool_once_its_engine_is_back():
   fast = placement.EngineInfo("fast", "compute")
   wide = placement.EngineInfo("wide", "bandwidth")
-  pool = Pool(infos=[fast, wide], routing={"prefer": {"math": "wide"}}).start()
+  pool = Pool(infos=[fast, wide], routing={"prefer": {"math": "wide"}})
   assert await pool.router.begin("a", "math") == 1
   await pool.lose(1)
   assert await pool.router.begin("b", "math") == 0
@@ -289,7 +260,7 @@ async def test_a_domain_returns_to_its_pool_once_its_engine_is_back():
 
 
 async def test_weights_that_are_published_while_an_engine_starts_come_first():
-  pool = Pool(build=lambda: starting(start_s=10.0)).start()
+  pool = Pool(build=lambda: pools.starting(start_s=10.0))
   await pool.lose(1)
   await asyncio.sleep(3.0)
   await pool.publisher.publish(1, None, "drain")
@@ -307,7 +278,7 @@ async def test_weights_that_are_published_while_an_engine_starts_come_first():
 
 async def test_an_engine_back_before_the_copies_are_made_switches_as_well():
   # It is back 1 + 1 + 2 s after its loss, the first copy 3.5 + 1 s after it.
-  pool = Pool().start()
+  pool = Pool()
   await pool.lose(1)
   await asyncio.sleep(3.5)
   publish = asyncio.ensure_future(pool.publisher.publish(1, None, "drain"))
@@ -335,9 +306,9 @@ async def test_an_engine_back_before_the_copies_are_made_switches_as_well():
 @pytest.mark.parametrize("place_s", [0.0, 60.0])
 async def test_a_restart_waits_for_a_place_as_the_first_start_does(place_s):
   # It is ready after 50 s, most of them in the queue of a cluster.
-  slow = functools.partial(starting, start_s=50.0)
+  slow = functools.partial(pools.starting, start_s=50.0)
   settings = dataclasses.replace(QUICK, attempts=2)
-  pool = Pool(settings, build=slow, place_s=place_s).start()
+  pool = Pool(settings, build=slow, place_s=place_s)
   await pool.lose(0)
   pool.router._lose(0, "its host is gone")
   await asyncio.sleep(90)
@@ -346,7 +317,7 @@ async def test_a_restart_waits_for_a_place_as_the_first_start_does(place_s):
 
 
 async def test_an_engine_that_is_given_up_at_once_is_closed():
-  pool = Pool(recovery.Recovery(attempts=1)).start()
+  pool = Pool(recovery.Recovery(attempts=1))
   (lost, _), ended = pool.engines, []
 
   async def close():
@@ -365,10 +336,10 @@ async def test_closing_in_a_restart_leaves_no_task_and_no_engine(after_s):
   built = []
 
   def build():
-    built.append(starting())
+    built.append(pools.starting())
     return built[-1]
 
-  pool = Pool(build=build, count=1).start()
+  pool = Pool(build=build, count=1)
   await pool.router.engines[0].close()
   waiting = asyncio.create_task(pool.router.generate(pools.request("r")))
   await asyncio.sleep(after_s)
@@ -390,7 +361,7 @@ async def test_closing_in_a_restart_leaves_no_task_and_no_engine(after_s):
 async def test_an_engine_that_has_served_long_has_all_its_attempts_again(
   steady_s, attempts
 ):
-  pool = Pool(dataclasses.replace(QUICK, steady_s=steady_s)).start()
+  pool = Pool(dataclasses.replace(QUICK, steady_s=steady_s))
   for _ in range(5):
     await pool.lose(1)
     await asyncio.sleep(100.0)
@@ -400,7 +371,7 @@ async def test_an_engine_that_has_served_long_has_all_its_attempts_again(
 
 async def test_who_waits_for_what_is_in_the_table_of_waits():
   watchdog = watchdog_lib.Watchdog(clock=asyncio.get_running_loop().time)
-  pool = Pool(watchdog=watchdog).start()
+  pool = Pool(watchdog=watchdog)
   await pool.lose(1)
   await asyncio.sleep(0.5)
   # 1 s of wait and 20 s to start.
