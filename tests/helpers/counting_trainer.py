@@ -1,6 +1,5 @@
 """A trainer over programs that only count, and groups for it."""
 
-import asyncio
 import dataclasses
 import math
 
@@ -9,7 +8,7 @@ import numpy as np
 from rl.algorithms import advantages, presets
 from rl.algorithms import objective as objective_lib
 from rl.data import trajectory
-from rl.runtime import mesh_thread, trace
+from rl.runtime import mesh_thread
 from rl.testing import fakes
 from rl.train import learner
 from rl.train import trainer as trainer_lib
@@ -102,15 +101,14 @@ def _old(packed):
   return packed.behaviour if packed.old is None else packed.old
 
 
-def trained(
-  scenario,
+def build(
+  thread: mesh_thread.MeshThread,
   programs=None,
   estimator=None,
   objective: objective_lib.Objective = GRPO,
   **changes,
 ):
-  """Runs a scenario on a trainer of fake programs that starts afresh."""
-  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
+  """Returns a trainer of fake programs that starts afresh."""
   built = programs or Programs()
   trainer = trainer_lib.MeshTrainer(
     dataclasses.replace(SETTINGS, **changes),
@@ -120,7 +118,4 @@ def trained(
     objective=objective,
   )
   trainer.restore(built.abstract)
-  try:
-    return asyncio.run(scenario(trainer))
-  finally:
-    thread.close()
+  return trainer

@@ -30,8 +30,8 @@ from tests.helpers.counting_trainer import (
   NOTHING,
   SETTINGS,
   Programs,
+  build,
   group,
-  trained,
 )
 
 CORRECTED = presets.Grpo(correction=corrections.TokenTruncated())
@@ -47,54 +47,49 @@ CORRECTED = presets.Grpo(correction=corrections.TokenTruncated())
     ("recompute", [0, 1, 2]),
   ],
 )
-def test_the_ratio_compares_with_the_weights_that_were_asked_for(
-  old_logprob: overlap.OldLogprob, updates
+async def test_the_ratio_compares_with_the_weights_that_were_asked_for(
+  thread, old_logprob: overlap.OldLogprob, updates
 ):
   programs = Programs()
 
-  async def scenario(trainer):
-    for version, count in enumerate((2, 1)):
-      await trainer.begin_round(version)
-      for _ in range(count):
-        await trainer.accumulate([group(1.0, 0.0)])
-        await trainer.update()
-
-  trained(scenario, programs, old_logprob=old_logprob)
+  trainer = build(thread, programs, old_logprob=old_logprob)
+  for version, count in enumerate((2, 1)):
+    await trainer.begin_round(version)
+    for _ in range(count):
+      await trainer.accumulate([group(1.0, 0.0)])
+      await trainer.update()
   assert programs.weights == [0, 1, 2]
   assert programs.compared_with == [-0.5 - n / 4 for n in updates]
 
 
-def test_a_snapshot_outlives_the_updates_of_its_round_only():
+async def test_a_snapshot_outlives_the_updates_of_its_round_only(thread):
   programs = Programs()
 
-  async def scenario(trainer):
-    await trainer.begin_round(7)
-    for _ in range(4):
-      await trainer.accumulate([group(1.0, 0.0)])
-      await trainer.update()
-    return trainer.params, trainer.state.updates
-
-  params, updates = trained(scenario, programs, old_logprob="snapshot")
-  assert params == {"updates": 4}
+  trainer = build(thread, programs, old_logprob="snapshot")
+  await trainer.begin_round(7)
+  for _ in range(4):
+    await trainer.accumulate([group(1.0, 0.0)])
+    await trainer.update()
+  updates = trainer.state.updates
+  assert trainer.params == {"updates": 4}
   assert updates == 4
   assert programs.compared_with == [-0.5] * 4
 
 
-def test_an_estimator_of_the_batch_compares_all_groups_of_an_update():
+async def test_an_estimator_of_the_batch_compares_all_groups_of_an_update(
+  thread,
+):
   programs = Programs()
   groups = [group(1.0, 0.0), group(2.0, 0.0)]
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    used = await trainer.accumulate(groups)
-    await trainer.update()
-    return used
-
-  used = trained(
-    scenario,
+  trainer = build(
+    thread,
     programs,
     token_advantages.ReinforcePlusPlus(baseline="group", over="members"),
   )
+  await trainer.begin_round(0)
+  used = await trainer.accumulate(groups)
+  await trainer.update()
   # Less their means: 0.5, -0.5 and 1, -1, of mean 0 and variance 2.5 / 4;
   # alone the first group would have had 1 and -1.
   std = math.sqrt(2.5) / 2
@@ -107,32 +102,30 @@ def test_an_estimator_of_the_batch_compares_all_groups_of_an_update():
   assert trained_with == pytest.approx(np.array([-1, -0.5, 0.5, 1]) / std)
 
 
-def test_the_critic_of_a_rounds_start_says_the_values_of_all_its_updates():
+async def test_the_critic_of_a_rounds_start_says_the_values_of_all_its_updates(
+  thread,
+):
   programs = Programs()
 
-  async def scenario(trainer):
-    for version in range(2):
-      await trainer.begin_round(version)
-      for _ in range(2):
-        await trainer.accumulate([group(1.0, 0.0)])
-        await trainer.update()
-
   algorithm = presets.Ppo()
-  trained(scenario, programs, algorithm.advantage, objective=algorithm)
+  trainer = build(thread, programs, algorithm.advantage, objective=algorithm)
+  for version in range(2):
+    await trainer.begin_round(version)
+    for _ in range(2):
+      await trainer.accumulate([group(1.0, 0.0)])
+      await trainer.update()
   said = [set(b.values[b.sampled].tolist()) for b in programs.batches]
   # By the number of updates of the weights that said it.
   assert said == [{0.0}, {0.0}, {2.0}, {2.0}]
 
 
-def test_members_with_a_fault_are_not_trained():
+async def test_members_with_a_fault_are_not_trained(thread):
   programs = Programs()
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    used = await trainer.accumulate([group(1.0, None, 0.0)])
-    return used, await trainer.update()
-
-  (used,), sums = trained(scenario, programs)
+  trainer = build(thread, programs)
+  await trainer.begin_round(0)
+  (used,) = await trainer.accumulate([group(1.0, None, 0.0)])
+  sums = await trainer.update()
   assert used.trained.tolist() == [True, False, True]
   assert used.advantages[1] == 0
   # Two members of two tokens each.
@@ -150,19 +143,19 @@ def test_members_with_a_fault_are_not_trained():
   ],
   ids=["group", "critic"],
 )
-def test_conversations_are_samples_of_one_member(objective, expected):
+async def test_conversations_are_samples_of_one_member(
+  thread, objective, expected
+):
   programs = Programs()
   one, other = group(1.0, 0.0).trajectories
   turns = [dataclasses.replace(one.turns[0], opens=True) for _ in range(3)]
   led = dataclasses.replace(one, turns=turns)
   both = dataclasses.replace(group(1.0, 0.0), trajectories=[led, other])
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    await trainer.accumulate([both])
-    return await trainer.update()
-
-  sums = trained(scenario, programs, objective.advantage, objective=objective)
+  trainer = build(thread, programs, objective.advantage, objective=objective)
+  await trainer.begin_round(0)
+  await trainer.accumulate([both])
+  sums = await trainer.update()
   assert sums["tokens"] == 8
   (packed,) = programs.batches
   # Behind the context of two ids each sample has its first token.
@@ -170,29 +163,25 @@ def test_conversations_are_samples_of_one_member(objective, expected):
   assert sorted(first.tolist()) == pytest.approx(expected)
 
 
-def test_an_update_sums_what_was_accumulated_since_the_last():
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    tokens = []
-    for calls in (1, 3, 2):
-      for _ in range(calls):
-        await trainer.accumulate([group(1.0, 0.0)])
-      tokens.append((await trainer.update())["tokens"])
-    return tokens
-
-  assert trained(scenario) == [4.0, 12.0, 8.0]
+async def test_an_update_sums_what_was_accumulated_since_the_last(thread):
+  trainer = build(thread)
+  await trainer.begin_round(0)
+  tokens = []
+  for calls in (1, 3, 2):
+    for _ in range(calls):
+      await trainer.accumulate([group(1.0, 0.0)])
+    tokens.append((await trainer.update())["tokens"])
+  assert tokens == [4.0, 12.0, 8.0]
 
 
-def test_what_does_not_fit_one_batch_is_accumulated_in_several():
+async def test_what_does_not_fit_one_batch_is_accumulated_in_several(thread):
   programs = Programs()
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    # 4 ids each: two fit a row of 8, so the four rows hold 8 of 10.
-    await trainer.accumulate([group(1.0, 0.0)] * 5)
-    return await trainer.update()
-
-  sums = trained(scenario, programs)
+  trainer = build(thread, programs)
+  await trainer.begin_round(0)
+  # 4 ids each: two fit a row of 8, so the four rows hold 8 of 10.
+  await trainer.accumulate([group(1.0, 0.0)] * 5)
+  sums = await trainer.update()
   assert len(programs.batches) == 2
   assert sums["tokens"] == 20
   assert programs.weights == [0, 0]
@@ -201,19 +190,17 @@ def test_what_does_not_fit_one_batch_is_accumulated_in_several():
 @pytest.mark.parametrize(
   "groups", [[], [group(None, None)], [group(1.0, None), group(None, 0.0)]]
 )
-def test_an_update_of_nothing_takes_no_step(groups):
+async def test_an_update_of_nothing_takes_no_step(thread, groups):
   programs = Programs()
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    before = trainer.state
-    used = await trainer.accumulate(groups)
-    sums = await trainer.update()
-    same = trainer.state is before
-    await trainer.accumulate([group(1.0, 0.0)])
-    return used, sums, same, (await trainer.update())["tokens"]
-
-  used, sums, same, later = trained(scenario, programs)
+  trainer = build(thread, programs)
+  await trainer.begin_round(0)
+  before = trainer.state
+  used = await trainer.accumulate(groups)
+  sums = await trainer.update()
+  same = trainer.state is before
+  await trainer.accumulate([group(1.0, 0.0)])
+  later = (await trainer.update())["tokens"]
   assert same
   found = {name: sums[name] for name in learner.METRICS}
   assert found == pytest.approx(NOTHING, nan_ok=True)
@@ -222,64 +209,60 @@ def test_an_update_of_nothing_takes_no_step(groups):
   assert (len(programs.batches), later) == (1, 4.0)
 
 
-def test_an_update_before_anything_was_accumulated_takes_no_step():
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    sums = await trainer.update()
-    return trainer.state.updates, sums
-
-  updates, sums = trained(scenario)
+async def test_an_update_before_anything_was_accumulated_takes_no_step(thread):
+  trainer = build(thread)
+  await trainer.begin_round(0)
+  sums = await trainer.update()
+  updates = trainer.state.updates
   assert updates == 0
   found = {name: sums[name] for name in learner.METRICS}
   assert found == pytest.approx(NOTHING, nan_ok=True)
 
 
-def test_an_update_of_nothing_is_in_no_mean():
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    sums = []
-    for rewards in ((1.0, 0.0), (1.0, 1.0)):
-      await trainer.accumulate([group(*rewards)])
-      sums.append(await trainer.update())
-    return sums
-
-  found = trainer_lib.means(trained(scenario, Programs(grad_norm=3.0)))
+async def test_an_update_of_nothing_is_in_no_mean(thread):
+  trainer = build(thread, Programs(grad_norm=3.0))
+  await trainer.begin_round(0)
+  sums = []
+  for rewards in ((1.0, 0.0), (1.0, 1.0)):
+    await trainer.accumulate([group(*rewards)])
+    sums.append(await trainer.update())
+  found = trainer_lib.means(sums)
   # Of tokens there are 4 and 0, which count.
   assert (found["grad_norm"], found["tokens"]) == (3.0, 2.0)
 
 
-def test_engine_and_learner_are_compared_under_weights_that_are_kept():
-  async def scenario(trainer):
-    gaps = []
-    for version in range(3):
-      await trainer.begin_round(version)
-      # Of each version one token a member, and one of the version before.
-      versions = (max(version - 1, 0), version)
-      await trainer.accumulate([group(1.0, 0.0, versions=versions)])
-      await trainer.update()
-      gaps.append(await trainer.describe())
-    return gaps
-
-  def compared(max_staleness):
-    gaps = trained(scenario, max_staleness=max_staleness)
-    return [(g["logprob_gap_max"], g["logprob_gap_tokens"]) for g in gaps]
-
+@pytest.mark.parametrize(
+  ("max_staleness", "expected"),
   # The weights of version v are v / 4 nats off. Those of the version before
   # are gone when nothing may be so old, and its tokens are left out.
-  assert compared(1) == [(0.0, 4.0), (0.25, 4.0), (0.5, 4.0)]
-  assert compared(0) == [(0.0, 4.0), (0.25, 2.0), (0.5, 2.0)]
-
-
-def test_a_round_of_nothing_compares_nothing():
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    await trainer.accumulate([group(1.0, 0.0)])
+  [
+    (1, [(0.0, 4.0), (0.25, 4.0), (0.5, 4.0)]),
+    (0, [(0.0, 4.0), (0.25, 2.0), (0.5, 2.0)]),
+  ],
+)
+async def test_engine_and_learner_are_compared_under_weights_that_are_kept(
+  thread, max_staleness, expected
+):
+  trainer, gaps = build(thread, max_staleness=max_staleness), []
+  for version in range(3):
+    await trainer.begin_round(version)
+    # Of each version one token a member, and one of the version before.
+    versions = (max(version - 1, 0), version)
+    await trainer.accumulate([group(1.0, 0.0, versions=versions)])
     await trainer.update()
-    first = await trainer.describe()
-    await trainer.begin_round(1)
-    return first, await trainer.describe()
+    gap = await trainer.describe()
+    gaps.append((gap["logprob_gap_max"], gap["logprob_gap_tokens"]))
+  assert gaps == expected
 
-  first, second = trained(scenario)
+
+async def test_a_round_of_nothing_compares_nothing(thread):
+  trainer = build(thread)
+  await trainer.begin_round(0)
+  await trainer.accumulate([group(1.0, 0.0)])
+  await trainer.update()
+  first = await trainer.describe()
+  await trainer.begin_round(1)
+  second = await trainer.describe()
   assert first["logprob_gap_tokens"] == 4.0
   assert second["logprob_gap_tokens"] == 0.0
   assert math.isnan(second["logprob_gap_max"])
@@ -312,13 +295,12 @@ def meshed(dense_config):
   [("decode", False), ("snapshot", False), ("recompute", True)],
 )
 async def test_a_mesh_compares_with_its_own_weights(
-  meshed, old_logprob: overlap.OldLogprob, changes
+  thread, meshed, old_logprob: overlap.OldLogprob, changes
 ):
   """The weights old / behaviour say which policy was scored."""
   settings = dataclasses.replace(
     SETTINGS, share_prompts=True, old_logprob=old_logprob
   )
-  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
   trainer = trainer_lib.MeshTrainer(
     settings,
     meshed,
@@ -334,7 +316,6 @@ async def test_a_mesh_compares_with_its_own_weights(
     await trainer.accumulate([group(1.0, 0.0)])
     found.append(await trainer.update())
   first, second = found
-  thread.close()
   weight, again = first["correction/weight"], second["correction/weight"]
   if old_logprob == "decode":
     assert (weight, again) == (1.0, 1.0)
@@ -385,21 +366,22 @@ def test_the_gradient_of_an_update_is_the_same_however_it_is_split(
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(norm):
+async def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(
+  thread, norm
+):
   programs, skipped = Programs(grad_norm=norm), []
-
-  async def scenario(trainer):
-    await trainer.begin_round(5)
-    for _ in range(3):
-      await trainer.accumulate([group(1.0, 0.0)])
-      skipped.append((await trainer.update())["skipped"])
-
+  trainer = build(thread, programs, max_skipped=2)
+  await trainer.begin_round(5)
   message = (
     f"round 6: .* not finite: 3, and max_skipped=2 allows .* norm {norm}; "
     "nobody kept .* Lower optimizer.learning_rate or .* launch.replay"
   )
+  for _ in range(2):
+    await trainer.accumulate([group(1.0, 0.0)])
+    skipped.append((await trainer.update())["skipped"])
+  await trainer.accumulate([group(1.0, 0.0)])
   with pytest.raises(FloatingPointError, match=message):
-    trained(scenario, programs, max_skipped=2)
+    await trainer.update()
   assert skipped == [1.0, 1.0]
   assert programs.weights == [0, 0, 0]
 
@@ -440,18 +422,16 @@ def test_what_is_skipped_lies_under_its_round_and_its_place_there(tmp_path):
   assert [x[3:] for x in found] == [("t", 0, 0), ("t", 0, 1)]
 
 
-def test_skipped_updates_count_only_in_a_row():
+async def test_skipped_updates_count_only_in_a_row(thread):
   programs = Programs()
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    for norm in (math.nan, 1.0, math.nan, 1.0):
-      programs.grad_norm = norm
-      await trainer.accumulate([group(1.0, 0.0)])
-      await trainer.update()
-    return trainer.state.updates
-
-  assert trained(scenario, programs, max_skipped=1) == 2
+  trainer = build(thread, programs, max_skipped=1)
+  await trainer.begin_round(0)
+  for norm in (math.nan, 1.0, math.nan, 1.0):
+    programs.grad_norm = norm
+    await trainer.accumulate([group(1.0, 0.0)])
+    await trainer.update()
+  assert trainer.state.updates == 2
 
 
 class Later(Programs):
@@ -465,62 +445,61 @@ class Later(Programs):
     return super().update(state, total, left_out_divisor)
 
 
-def test_a_later_epoch_that_is_not_finite_ends_an_update_that_counts():
+async def test_a_later_epoch_that_is_not_finite_ends_an_update_that_counts(
+  thread,
+):
   programs = Later()
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    await trainer.accumulate([group(1.0, 0.0)])
-    return await trainer.update(), trainer.state.updates
-
-  sums, updates = trained(scenario, programs, epochs=3)
+  trainer = build(thread, programs, epochs=3)
+  await trainer.begin_round(0)
+  await trainer.accumulate([group(1.0, 0.0)])
+  sums = await trainer.update()
+  updates = trainer.state.updates
   # One step of two; the third epoch is not even tried.
   assert (programs.steps, updates, sums["skipped"]) == (2, 1, 0.5)
   assert sums["tokens"] == 4.0
 
 
-def test_updates_whose_later_epochs_are_not_finite_count_in_a_row():
-  programs, skipped = Later(), []
-
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    for _ in range(6):
-      await trainer.accumulate([group(1.0, 0.0)])
-      skipped.append((await trainer.update())["skipped"])
-
+async def test_updates_whose_later_epochs_are_not_finite_count_in_a_row(thread):
+  trainer, skipped = build(thread, Later(), epochs=2, max_skipped=2), []
+  await trainer.begin_round(0)
+  for _ in range(2):
+    await trainer.accumulate([group(1.0, 0.0)])
+    skipped.append((await trainer.update())["skipped"])
+  await trainer.accumulate([group(1.0, 0.0)])
   with pytest.raises(FloatingPointError, match=r"not finite: 3, .* norm nan"):
-    trained(scenario, programs, epochs=2, max_skipped=2)
+    await trainer.update()
   assert skipped == [0.5, 0.5]
 
 
-def test_every_epoch_is_a_step_on_the_same_groups_and_the_same_old_policy():
+async def test_every_epoch_is_a_step_on_the_same_groups_and_the_same_old_policy(
+  thread,
+):
   programs = Programs()
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    for _ in range(2):
-      await trainer.accumulate([group(1.0, 0.0)] * 4)
-    sums = await trainer.update()
-    return trainer.state.updates, sums["tokens"]
-
-  found = trained(scenario, programs, epochs=3, old_logprob="recompute")
+  trainer = build(thread, programs, epochs=3, old_logprob="recompute")
+  await trainer.begin_round(0)
+  for _ in range(2):
+    await trainer.accumulate([group(1.0, 0.0)] * 4)
+  sums = await trainer.update()
+  found = trainer.state.updates, sums["tokens"]
   # Two full batches three times; tokens are those of one epoch.
   assert found == (3, 32.0)
   assert programs.weights == [0, 0, 1, 1, 2, 2]
   assert programs.compared_with == [-0.5] * 6
 
 
-def test_a_group_that_teaches_nothing_is_masked_and_stays_in_the_divisor():
+async def test_a_group_that_teaches_nothing_is_masked_and_stays_in_the_divisor(
+  thread,
+):
   programs = Programs()
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    used = await trainer.accumulate(
-      [group(1.0, 0.0), group(1.0, 1.0, None), group(1.0, None)]
-    )
-    return used, await trainer.update()
-
-  used, sums = trained(scenario, programs)
+  trainer = build(thread, programs)
+  await trainer.begin_round(0)
+  used = await trainer.accumulate(
+    [group(1.0, 0.0), group(1.0, 1.0, None), group(1.0, None)]
+  )
+  sums = await trainer.update()
   assert [one.trained.any() for one in used] == [True, False, False]
   assert (sums["zero_variance_groups"], sums["singleton_groups"]) == (1, 1)
   # Two trajectories; those of a fault, or alone, are nowhere.
@@ -528,41 +507,43 @@ def test_a_group_that_teaches_nothing_is_masked_and_stays_in_the_divisor():
   assert sum(packed.sampled.sum() for packed in programs.batches) == 4
 
 
-def test_groups_that_are_not_computed_stay_in_the_divisor_of_every_epoch():
+async def test_groups_that_are_not_computed_stay_in_the_divisor_of_every_epoch(
+  thread,
+):
   programs = Programs()
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    for _ in range(2):
-      await trainer.accumulate([group(1.0, 0.0), group(1.0, 1.0)])
-      await trainer.update()
-
-  trained(scenario, programs, epochs=3)
+  trainer = build(thread, programs, epochs=3)
+  await trainer.begin_round(0)
+  for _ in range(2):
+    await trainer.accumulate([group(1.0, 0.0), group(1.0, 1.0)])
+    await trainer.update()
   # Two trajectories of a zero-variance group, and no more in the next update.
   assert programs.masked == [2.0] * 6
 
 
-def test_a_group_without_an_advantage_is_trained_where_entropy_counts():
+async def test_a_group_without_an_advantage_is_trained_where_entropy_counts(
+  thread,
+):
   programs = Programs()
-
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    used = await trainer.accumulate([group(1.0, 1.0)])
-    return used, await trainer.update()
-
   objective = presets.Grpo(entropy_bonus=0.01, entropy_on_zero_variance=True)
-  (used,), sums = trained(scenario, programs, objective=objective)
+  trainer = build(thread, programs, objective=objective)
+  await trainer.begin_round(0)
+  (used,) = await trainer.accumulate([group(1.0, 1.0)])
+  sums = await trainer.update()
   assert used.trained.all()
   assert not used.advantages.any()
   assert (sums["zero_variance_groups"], programs.masked) == (1, [0.0])
   # By default it counts where there is something to learn.
   objective = presets.Grpo(entropy_bonus=0.01)
-  (used,), _ = trained(scenario, objective=objective)
+  trainer = build(thread, objective=objective)
+  await trainer.begin_round(0)
+  (used,) = await trainer.accumulate([group(1.0, 1.0)])
   assert not used.trained.any()
 
 
 @pytest.mark.parametrize("entropy_on_zero_variance", [False, True])
-def test_flat_groups_that_routers_need_get_no_entropy_bonus(
+async def test_flat_groups_that_routers_need_get_no_entropy_bonus(
+  thread,
   entropy_on_zero_variance,
 ):
   programs = Programs()
@@ -572,12 +553,10 @@ def test_flat_groups_that_routers_need_get_no_entropy_bonus(
     entropy_on_zero_variance=entropy_on_zero_variance,
   )
 
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    await trainer.accumulate([group(1.0, 0.0), group(1.0, 1.0)])
-    await trainer.update()
-
-  trained(scenario, programs, objective=objective, has_routers=True)
+  trainer = build(thread, programs, objective=objective, has_routers=True)
+  await trainer.begin_round(0)
+  await trainer.accumulate([group(1.0, 0.0), group(1.0, 1.0)])
+  await trainer.update()
   for packed in programs.batches:
     if entropy_on_zero_variance:
       assert packed.entropy_weights is None
@@ -589,25 +568,22 @@ def test_flat_groups_that_routers_need_get_no_entropy_bonus(
 
 
 @pytest.mark.parametrize("weight", ["balance_weight", "z_weight"])
-def test_a_group_without_an_advantage_is_trained_where_routers_are_balanced(
+async def test_groups_without_an_advantage_train_routers_that_are_balanced(
+  thread,
   weight,
 ):
   none = presets.Grpo(balance_weight=0.0, z_weight=0.0)
   objective = dataclasses.replace(none, **{weight: 0.1})
-
-  async def scenario(trainer):
-    await trainer.begin_round(0)
-    (used,) = await trainer.accumulate([group(1.0, 1.0)])
-    await trainer.update()
-    return used.trained.all()
 
   for value, has_routers, is_trained in (
     (objective, True, True),
     (objective, False, False),
     (none, True, False),
   ):
-    found = trained(scenario, objective=value, has_routers=has_routers)
-    assert found == is_trained
+    trainer = build(thread, objective=value, has_routers=has_routers)
+    await trainer.begin_round(0)
+    (used,) = await trainer.accumulate([group(1.0, 1.0)])
+    assert used.trained.all() == is_trained
 
 
 EPISODES = scored_episodes.draw(4)
