@@ -1,6 +1,5 @@
 """A student learns from a teacher's say; a policy learns from an oracle's."""
 
-import asyncio
 import dataclasses
 
 import jax
@@ -13,10 +12,10 @@ from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.algorithms import presets, references
 from rl.engine.builtin import settings as engine_settings
-from rl.loop import progress, warm_start
+from rl.loop import warm_start
 from rl.schedule import overlap
 from rl.train import optimizers
-from tests.helpers import counting_runs, machine_speed
+from tests.helpers import counting_runs
 
 pytestmark = pytest.mark.compiled
 
@@ -59,37 +58,18 @@ def experiment(**changes):
   return dataclasses.replace(base, **changes)
 
 
-class Watching(progress.RunObserver):
-  """Keeps the metrics of every round."""
-
-  def __init__(self):
-    self.rounds = []
-
-  async def on_round(self, trained):
-    self.rounds.append(trained.metrics)
-
-
-def run(tree):
-  """Returns the metrics of all rounds, and the state after the last."""
-
-  async def all_of_it():
-    watching, parts = Watching(), assemble.build(tree)
-    try:
-      async with asyncio.timeout(machine_speed.scaled(300)):
-        state = await initial_state.create(parts)
-        await parts.start(state, 0)
-        start = progress.beginning(state, parts.tasks.cursor)
-        await assemble.coordinate(parts, watching).run(start)
-    finally:
-      await parts.close()
-    return watching.rounds
-
-  return asyncio.run(all_of_it())
+async def run(tree):
+  """Returns the metrics of all rounds."""
+  watching = counting_runs.Watching()
+  async with counting_runs.built(tree) as parts:
+    start = await counting_runs.begun(parts)
+    await assemble.coordinate(parts, watching).run(start)
+  return watching.rounds
 
 
 @pytest.mark.slow
-def test_a_student_comes_closer_to_its_teacher_without_a_reward(teacher):
-  found = run(experiment(algorithm=presets.Distill(reference=teacher)))
+async def test_a_student_comes_closer_to_its_teacher_without_a_reward(teacher):
+  found = await run(experiment(algorithm=presets.Distill(reference=teacher)))
   # The mean of log student - log teacher over what the student says.
   gaps = [metrics["kl"] for metrics in found]
   assert gaps[0] > 0.3
@@ -97,16 +77,16 @@ def test_a_student_comes_closer_to_its_teacher_without_a_reward(teacher):
 
 
 @pytest.mark.slow
-def test_a_teacher_on_the_host_says_the_same(teacher):
+async def test_a_teacher_on_the_host_says_the_same(teacher):
   on_host = dataclasses.replace(teacher, memory="host")
-  device, host = (
-    run(experiment(algorithm=presets.Distill(reference=one), rounds=2))
+  device, host = [
+    await run(experiment(algorithm=presets.Distill(reference=one), rounds=2))
     for one in (teacher, on_host)
-  )
+  ]
   assert host[1]["kl"] == pytest.approx(device[1]["kl"], rel=1e-6)
 
 
-def test_a_warm_start_alone_learns_what_an_oracle_says():
+async def test_a_warm_start_alone_learns_what_an_oracle_says():
   said = []
   tree = experiment(
     warm_start=warm_start.WarmStart(
@@ -118,15 +98,8 @@ def test_a_warm_start_alone_learns_what_an_oracle_says():
     rounds=0,
   )
   tree.validate()
-
-  async def start():
-    parts = assemble.build(tree)
-    try:
-      return await initial_state.create(parts, said.append)
-    finally:
-      await parts.close()
-
-  state = asyncio.run(start())
+  async with counting_runs.built(tree) as parts:
+    state = await initial_state.create(parts, said.append)
   assert int(state.updates) == 0  # The run's own optimizer begins afresh.
   # "warm start done: loss 0.012 nats a token": the oracle always says "yes".
   loss = float(said[-1].split("loss ")[1].split()[0])

@@ -19,7 +19,7 @@ from models.hf import export
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.algorithms import kl, presets, references
-from rl.loop import progress, warm_start
+from rl.loop import warm_start
 from rl.pools import placement, weight_transfer
 from rl.remote import gang as gang_lib
 from rl.runtime import checkpoint
@@ -47,16 +47,16 @@ def experiment(processes=1, **changes):
   return dataclasses.replace(base, **changes)
 
 
-class Keeping(progress.RunObserver):
-  """An observer that keeps metrics, and the tokens of the first round."""
+class Keeping(counting_runs.Watching):
+  """Keeps metrics, and the tokens of the first round."""
 
   def __init__(self, parts, checkpoints):
+    super().__init__()
     self._parts, self._checkpoints = parts, checkpoints
-    self.rounds: list[Any] = []
     self.tokens: list[list[int]] = []
 
   async def on_round(self, trained):
-    self.rounds.append(trained.metrics)
+    await super().on_round(trained)
     if len(self.rounds) == 1:
       self.tokens = [
         turn.tokens.tolist()
@@ -191,33 +191,26 @@ def test_a_backend_starts_them_on_other_hosts_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_a_process_that_compiles_for_longer_is_waited_for():
+async def test_a_process_that_compiles_for_longer_is_waited_for():
   # It begins as much later than the other, which has all in its cache.
   late_s = 35.0
+  async with counting_runs.built(experiment(2, rounds=1)) as parts:
+    await parts.open()
+    assert parts.gang is not None
+    _, stream = parts.gang._members[1]
+    call, waited = stream.call, []
 
-  async def scenario():
-    parts = assemble.build(experiment(2, rounds=1))
-    try:
-      await parts.open()
-      assert parts.gang is not None
-      _, stream = parts.gang._members[1]
-      call, waited = stream.call, []
+    async def late(method, *args, **kwargs):
+      if method == "accumulate" and not waited:
+        waited.append(method)
+        await asyncio.sleep(late_s)
+      return await call(method, *args, **kwargs)
 
-      async def late(method, *args, **kwargs):
-        if method == "accumulate" and not waited:
-          waited.append(method)
-          await asyncio.sleep(late_s)
-        return await call(method, *args, **kwargs)
-
-      stream.call = late
-      start = await counting_runs.begun(parts, None)
-      kept = Keeping(parts, None)
-      await assemble.coordinate(parts, kept).run(start)
-      return waited, len(kept.rounds)
-    finally:
-      await parts.close()
-
-  assert asyncio.run(scenario()) == (["accumulate"], 1)
+    stream.call = late
+    start = await counting_runs.begun(parts)
+    watching = counting_runs.Watching()
+    await assemble.coordinate(parts, watching).run(start)
+  assert (waited, len(watching.rounds)) == (["accumulate"], 1)
 
 
 VARIANTS = {

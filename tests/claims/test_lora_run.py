@@ -14,7 +14,7 @@ from models import policy as policy_lib
 from models.hf import export
 from rl import assemble, initial_state
 from rl.engine.builtin import engine as builtin_engine
-from rl.loop import progress, warm_start
+from rl.loop import warm_start
 from rl.pools import placement
 from rl.runtime import checkpoint
 from rl.schedule import overlap
@@ -42,15 +42,12 @@ def experiment(**changes):
   return dataclasses.replace(base, **changes)
 
 
-class Saving(progress.RunObserver):
-  """An observer that keeps metrics, and saves where a round is due."""
+class Saving(counting_runs.Watching):
+  """Keeps metrics, and saves where a round is due."""
 
   def __init__(self, checkpoints: checkpoint.Checkpoints | None, at=()):
-    self.rounds = []
+    super().__init__()
     self._checkpoints, self._at = checkpoints, at
-
-  async def on_round(self, trained):
-    self.rounds.append(trained.metrics)
 
   async def on_boundary(self, progress):
     if self._checkpoints and progress.trained in self._at:
@@ -68,41 +65,17 @@ class Ran:
   served: Any
 
 
-def run(settings, checkpoints=None, save_at=()):
+async def run(settings, checkpoints=None, save_at=()):
   """Runs to the end, from the newest checkpoint if there is one."""
-
-  async def all_of_it():
-    parts = assemble.build(settings)
-    try:
-      start = await counting_runs.begun(parts, checkpoints)
-      saving = Saving(checkpoints, save_at)
-      last = await assemble.coordinate(parts, saving).run(start)
-      (engine,) = parts.engines
-      assert isinstance(engine, builtin_engine.BuiltinEngine)
-      return Ran(
-        start.state,
-        last,
-        saving.rounds,
-        parts.log.events,
-        engine._params,
-      )
-    finally:
-      await parts.close()
-
-  return asyncio.run(all_of_it())
-
-
-def begin(settings, first):
-  """Returns what `await first(parts)` does, of parts that never start."""
-
-  async def all_of_it():
-    parts = assemble.build(settings)
-    try:
-      return await first(parts)
-    finally:
-      await parts.close()
-
-  return asyncio.run(all_of_it())
+  async with counting_runs.built(settings) as parts:
+    start = await counting_runs.begun(parts, checkpoints)
+    saving = Saving(checkpoints, save_at)
+    last = await assemble.coordinate(parts, saving).run(start)
+    (engine,) = parts.engines
+    assert isinstance(engine, builtin_engine.BuiltinEngine)
+    return Ran(
+      start.state, last, saving.rounds, parts.log.events, engine._params
+    )
 
 
 def leaves(tree):
@@ -126,7 +99,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(checkpoints):
-  ran = run(experiment(), checkpoints, save_at=(2,))
+  ran = asyncio.run(run(experiment(), checkpoints, save_at=(2,)))
   checkpoints.wait()
   return ran
 
@@ -168,8 +141,8 @@ def test_publishing_moves_adapters_alone(ran):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_bit_equal_to_one_that_was_not(ran, checkpoints):
-  resumed = run(experiment(), checkpoints)
+async def test_a_resumed_run_ends_bit_equal_to_one_that_wasnt(ran, checkpoints):
+  resumed = await run(experiment(), checkpoints)
   assert [metrics["round"] for metrics in resumed.rounds] == [3, 4]
   assert bits(resumed.last) == bits(ran.last)
 
@@ -187,27 +160,26 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer(ran, checkpoints):
   assert len(saved.host["frozen"]) == len(jax.tree.leaves(base))
 
 
-def test_another_base_is_refused(ran, checkpoints):
-  with pytest.raises(checkpoint.Mismatch, match="frozen parameters of which"):
-    begin(
-      experiment(seed=1),
-      lambda parts: initial_state.restore(parts, checkpoints),
-    )
+async def test_another_base_is_refused(ran, checkpoints):
+  async with counting_runs.built(experiment(seed=1)) as parts:
+    with pytest.raises(checkpoint.Mismatch, match="frozen parameters of which"):
+      await initial_state.restore(parts, checkpoints)
 
 
 def abstract(leaf):
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def test_a_warm_start_trains_adapters_alone(ran):
+async def test_a_warm_start_trains_adapters_alone(ran):
   warm = warm_start.WarmStart(steps=2, episodes=8)
-  state = begin(experiment(warm_start=warm), initial_state.create)
+  async with counting_runs.built(experiment(warm_start=warm)) as parts:
+    state = await initial_state.create(parts)
   (old, frozen), (new, base) = map(lora.split, (ran.first.params, state.params))
   assert bits(frozen) == bits(base)
   assert bits(old) != bits(new)
 
 
-def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
+async def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
   settings = experiment(
     initial=str(tmp_path / "base"),
     placement=placement.Placement(learner=placement.MeshSpec(data=2, expert=2)),
@@ -215,7 +187,8 @@ def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
   bare = dataclasses.replace(settings.model, lora=None)
   base = policy_lib.of(bare).init(jax.random.key(7))
   export.export(tmp_path / "base", base, bare)
-  state = begin(settings, initial_state.create)
+  async with counting_runs.built(settings) as parts:
+    state = await initial_state.create(parts)
   adapters, frozen = lora.split(state.params)
   assert bits(frozen) == bits(base)
   # Drawn from the seed of the run, as without a model to start from.

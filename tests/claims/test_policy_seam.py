@@ -3,7 +3,6 @@
 It knows the seam alone: `models.policy` and what its methods take and give.
 """
 
-import asyncio
 import dataclasses
 import io
 import re
@@ -18,8 +17,7 @@ from launch import explain
 from models import config as config_lib
 from models import kv_cache, logprobs, sharding
 from models.moe import layer as moe_layer
-from rl import assemble, initial_state
-from rl.loop import progress
+from rl import assemble
 from rl.pools import weight_transfer
 from tests.helpers import counting_runs
 
@@ -118,37 +116,18 @@ SETTINGS = counting_runs.experiment(
 )
 
 
-class Rounds(progress.RunObserver):
-  """An observer that keeps the metrics."""
-
-  def __init__(self):
-    self.metrics = []
-
-  async def on_round(self, trained):
-    self.metrics.append(trained.metrics)
-
-
-def test_a_round_of_a_decoder_that_is_not_ours_decodes_and_trains():
-  rounds = Rounds()
-
-  async def run():
-    parts = assemble.build(SETTINGS)
-    try:
-      state = await initial_state.create(parts)
-      start = progress.beginning(state, parts.tasks.cursor)
-      await parts.start(start.state, 0)
-      last = await assemble.coordinate(parts, rounds).run(start)
-      return state.params, last.params
-    finally:
-      await parts.close()
-
-  first, last = asyncio.run(run())
+async def test_a_round_of_a_decoder_that_is_not_ours_decodes_and_trains():
+  watching = counting_runs.Watching()
+  async with counting_runs.built(SETTINGS) as parts:
+    start = await counting_runs.begun(parts)
+    last = (await assemble.coordinate(parts, watching).run(start)).params
+  first = start.state.params
   assert first.keys() == {"words", "ask", "store", "answer"}
   changed = [np.abs(last[name] - first[name]).max() for name in first]
   assert min(changed) > 1e-4
   # The engine and the learner agree on what was sampled, up to rounding.
-  assert all(x["logprob_gap_max"] < 1e-5 for x in rounds.metrics)
-  assert all(x["grad_norm"] > 0 for x in rounds.metrics)
+  assert all(x["logprob_gap_max"] < 1e-5 for x in watching.rounds)
+  assert all(x["grad_norm"] > 0 for x in watching.rounds)
 
 
 def test_its_parameters_are_counted_and_explained():

@@ -20,7 +20,7 @@ import pytest
 
 from envs.rewards import rewards
 from models import config as model_config
-from rl import assemble, initial_state
+from rl import assemble
 from rl import experiment as experiment_lib
 from rl.algorithms import loss_aggregation, losses, presets
 from rl.audit import checker, event_log
@@ -31,12 +31,11 @@ from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import learner, optimizers, train_state
-from tests.helpers import machine_speed
+from tests.helpers import counting_runs
 
 pytestmark = pytest.mark.compiled
 
 R, GROUP, ROUNDS = 4, 4, 3
-DEADLINE_S = machine_speed.scaled(300.0)
 SYNC = dataclasses.replace(overlap.sync(R), old_logprob="snapshot")
 
 
@@ -123,26 +122,20 @@ def run(schedule: overlap.Overlap, first: Any = None, rounds: int = ROUNDS):
 
   async def all_of_it():
     seen = Seen()
-    built = assemble.build(experiment(schedule, rounds))
-    recording = assemble.trainer(
-      built.experiment,
-      built.learner_layout,
-      seen.record(built.programs),
-      built.learner_thread,
-      kept=None,
-    )
-    parts = dataclasses.replace(built, trainer=recording)
-    try:
-      async with asyncio.timeout(DEADLINE_S):
-        state = await initial_state.create(parts)
-        await parts.start(state, 0)
-        if first is None:
-          start = progress.beginning(state, parts.tasks.cursor)
-          seen.last = await assemble.coordinate(parts, seen).run(start)
-        else:
-          seen.last = await first(parts, state, seen)
-    finally:
-      await parts.close()
+    async with counting_runs.built(experiment(schedule, rounds)) as built:
+      recording = assemble.trainer(
+        built.experiment,
+        built.learner_layout,
+        seen.record(built.programs),
+        built.learner_thread,
+        kept=None,
+      )
+      parts = dataclasses.replace(built, trainer=recording)
+      start = await counting_runs.begun(parts)
+      if first is None:
+        seen.last = await assemble.coordinate(parts, seen).run(start)
+      else:
+        seen.last = await first(parts, start.state, seen)
     seen.log = parts.log.events
     return seen
 

@@ -1,6 +1,10 @@
 """Runs of a tiny model on `fakes.Counting`."""
 
+import asyncio
+import contextlib
 import dataclasses
+import pathlib
+from collections.abc import AsyncIterator
 
 from envs.rewards import rewards
 from models import config as model_config
@@ -13,6 +17,7 @@ from rl.runtime import checkpoint
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import optimizers
+from tests.helpers import machine_speed
 
 
 def experiment(
@@ -32,6 +37,29 @@ def experiment(
     batch=experiment_lib.BatchShape(rows=8, length=16, tail_rows=None),
   )
   return dataclasses.replace(base, **changes)
+
+
+class Watching(progress.RunObserver):
+  """An observer that keeps the metrics of all rounds."""
+
+  def __init__(self):
+    self.rounds = []
+
+  async def on_round(self, trained):
+    self.rounds.append(trained.metrics)
+
+
+@contextlib.asynccontextmanager
+async def built(
+  settings: experiment_lib.Experiment, run_dir: pathlib.Path | None = None
+) -> AsyncIterator[assemble.Parts]:
+  """Builds the parts of a run and closes them, at the latest after a time."""
+  parts = assemble.build(settings, run_dir)
+  try:
+    async with asyncio.timeout(machine_speed.scaled(300)):
+      yield parts
+  finally:
+    await parts.close()
 
 
 async def begun(

@@ -20,13 +20,14 @@ from rl.audit import checker, event_log, token_ledger
 from rl.data import trajectory
 from rl.engine.builtin import engine as engine_lib
 from rl.engine.builtin import settings as engine_settings
-from rl.loop import progress, warm_start
+from rl.loop import warm_start
 from rl.pools import placement, weight_transfer
 from rl.rollout import evaluate, group_rollout
 from rl.runtime import checksum, logical_clock
 from rl.schedule import overlap
 from rl.testing import fakes
 from rl.train import optimizers
+from tests.helpers import counting_runs
 from tests.helpers import players_under_test as players
 
 pytestmark = pytest.mark.compiled
@@ -50,33 +51,15 @@ def experiment(**changes):
   return dataclasses.replace(plain, **changes)
 
 
-class Watching(progress.RunObserver):
-  """An observer that keeps the metrics."""
-
-  def __init__(self):
-    self.rounds = []
-
-  async def on_round(self, trained):
-    self.rounds.append(trained.metrics)
-
-
-def run(settings):
-  async def all_of_it():
-    parts = assemble.build(settings)
-    try:
-      state = await initial_state.create(parts)
-      await parts.start(state, 0)
-      watching = Watching()
-      start = progress.beginning(state, parts.tasks.cursor)
-      await assemble.coordinate(parts, watching).run(start)
-      outcome, _ = await evaluate.evaluate(
-        parts.player, episodes=16, temperature=0.0, success=1.0, seed=0
-      )
-      return watching.rounds, outcome, parts.log.events
-    finally:
-      await parts.close()
-
-  return asyncio.run(all_of_it())
+async def run(settings):
+  watching = counting_runs.Watching()
+  async with counting_runs.built(settings) as parts:
+    start = await counting_runs.begun(parts)
+    await assemble.coordinate(parts, watching).run(start)
+    outcome, _ = await evaluate.evaluate(
+      parts.player, episodes=16, temperature=0.0, success=1.0, seed=0
+    )
+  return watching.rounds, outcome, parts.log.events
 
 
 @pytest.mark.parametrize(
@@ -95,9 +78,9 @@ def run(settings):
   ],
   ids=["one and one", "colocated", "four and two"],
 )
-def test_a_whole_run_keeps_its_promises_on_any_placement(where):
+async def test_a_whole_run_keeps_its_promises_on_any_placement(where):
   settings = experiment(placement=where)
-  rounds, _, log = run(settings)
+  rounds, _, log = await run(settings)
   assert [m["round"] for m in rounds] == [1, 2, 3]
   assert checker.violations(event_log.surviving(log), settings.overlap, 4) == []
   for metrics in rounds:
@@ -118,12 +101,11 @@ def test_a_run_whose_engine_breaks_goes_on_with_another_and_repeats():
   async def play():
     parts = assemble.build(settings, clock=asyncio.get_running_loop().time)
     try:
-      state = await initial_state.create(parts)
-      await parts.start(state, 0)
+      start = await counting_runs.begun(parts)
       (first,) = parts.engines
       break_at(first, dispatch=4)
-      start = progress.beginning(state, parts.tasks.cursor)
-      trained = await assemble.coordinate(parts, Watching()).run(start)
+      watching = counting_runs.Watching()
+      trained = await assemble.coordinate(parts, watching).run(start)
       (second,) = parts.router.engines
       assert isinstance(second, engine_lib.BuiltinEngine)
       assert second is not first
@@ -166,34 +148,27 @@ def break_at(engine, dispatch):
 
 
 @pytest.mark.slow
-def test_a_warm_start_teaches_the_oracles_answer():
+async def test_a_warm_start_teaches_the_oracles_answer():
   # The oracle always says "yes"; random parameters say it one time in seven.
   settings = experiment(
     rounds=1,
     warm_start=warm_start.WarmStart(steps=20, episodes=16, exploration=0.0),
   )
-  _, outcome, _ = run(settings)
+  _, outcome, _ = await run(settings)
   assert outcome.success == 1.0
   assert outcome.episodes == 16
 
 
-def started(settings, report=lambda text: None):
+async def started(settings, report=lambda text: None):
   """Returns random weights, and the state that the run begins with."""
-
-  async def all_of_it():
-    parts = assemble.build(settings)
-    try:
-      first = initial_state.fresh_state(parts.programs, settings.seed)
-      state = await initial_state.create(parts, report)
-      return jax.device_get((first.params, state))
-    finally:
-      await parts.close()
-
-  return asyncio.run(all_of_it())
+  async with counting_runs.built(settings) as parts:
+    first = initial_state.fresh_state(parts.programs, settings.seed)
+    state = await initial_state.create(parts, report)
+    return jax.device_get((first.params, state))
 
 
-def test_the_reference_is_the_policy_after_its_warm_start():
-  random, state = started(
+async def test_the_reference_is_the_policy_after_its_warm_start():
+  random, state = await started(
     experiment(
       algorithm=presets.Grpo(kl=kl.KlPenalty(), reference=references.Initial()),
       warm_start=warm_start.WarmStart(steps=2, episodes=4),
@@ -205,7 +180,9 @@ def test_the_reference_is_the_policy_after_its_warm_start():
 
 
 @pytest.mark.parametrize("max_skipped", [0, 2])
-def test_a_warm_start_that_blows_up_the_weights_ends_and_says_why(max_skipped):
+async def test_a_warm_start_that_blows_up_the_weights_ends_and_says_why(
+  max_skipped,
+):
   said = []
   settings = experiment(
     warm_start=warm_start.WarmStart(
@@ -217,7 +194,7 @@ def test_a_warm_start_that_blows_up_the_weights_ends_and_says_why(max_skipped):
   number = max_skipped + 1
   message = f"warm_start: .* finite: {number}; the last, step {number + 1}, .*"
   with pytest.raises(FloatingPointError, match=message) as error:
-    started(settings, said.append)
+    await started(settings, said.append)
   assert "lower warm_start.optimizer.learning_rate" in str(error.value)
   assert said[-1] == f"warm start {number + 1}/9"
 
@@ -245,10 +222,10 @@ class Alike:
   ],
   ids=["experts", "dense"],
 )
-def test_equal_rewards_train_the_routers_of_a_model_with_experts_alone(
+async def test_equal_rewards_train_the_routers_of_a_model_with_experts_alone(
   model, is_trained
 ):
-  rounds, _, log = run(experiment(model=model, reward=Alike(), rounds=1))
+  rounds, _, log = await run(experiment(model=model, reward=Alike(), rounds=1))
   ledger = token_ledger.of(log)
   assert ledger.error == 0
   assert rounds[0]["zero_variance_groups"] == 4

@@ -1,6 +1,5 @@
 """A run that starts from a Hugging Face checkpoint."""
 
-import asyncio
 import dataclasses
 import json
 import re
@@ -17,14 +16,14 @@ from models import logprobs, lora
 from models import policy as policy_lib
 from models.hf import config as hf_config
 from models.hf import export, load
-from rl import assemble, initial_state
 from rl import experiment as experiment_lib
+from rl import initial_state
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import fine_tuning, warm_start
 from rl.pools import placement
 from rl.rollout import group_rollout
 from rl.testing import fakes
-from tests.helpers import scored_episodes
+from tests.helpers import counting_runs, scored_episodes
 
 pytestmark = pytest.mark.compiled
 
@@ -64,15 +63,9 @@ def experiment(directory, model=MODEL, rollout=ROLLOUT, **changes):
   )
 
 
-def initial_params(settings):
-  async def started():
-    parts = assemble.build(settings)
-    try:
-      return (await initial_state.create(parts)).params, parts
-    finally:
-      await parts.close()
-
-  return asyncio.run(started())
+async def initial_params(settings):
+  async with counting_runs.built(settings) as parts:
+    return (await initial_state.create(parts)).params, parts
 
 
 def assert_equal(one, other):
@@ -80,14 +73,14 @@ def assert_equal(one, other):
   assert jax.tree.all(equal), equal
 
 
-def test_a_run_starts_from_the_checkpoints_parameters(directory, params):
-  found, _ = initial_params(experiment(directory, seed=3))
+async def test_a_run_starts_from_the_checkpoints_parameters(directory, params):
+  found, _ = await initial_params(experiment(directory, seed=3))
   assert_equal(found, params)
 
 
-def test_they_lie_on_the_learners_mesh(directory, params):
+async def test_they_lie_on_the_learners_mesh(directory, params):
   four = placement.MeshSpec(data=2, expert=2)
-  found, parts = initial_params(
+  found, parts = await initial_params(
     experiment(directory, placement=placement.Placement(learner=four))
   )
   axes = policy_lib.of(MODEL).axes
@@ -96,9 +89,9 @@ def test_they_lie_on_the_learners_mesh(directory, params):
   assert_equal(found, params)
 
 
-def test_adapters_are_drawn_on_top_of_the_checkpoint(directory, params):
+async def test_adapters_are_drawn_on_top_of_the_checkpoint(directory, params):
   model = dataclasses.replace(MODEL, lora=lora.Lora(rank=2))
-  found, parts = initial_params(experiment(directory, model))
+  found, parts = await initial_params(experiment(directory, model))
   adapters, base = lora.split(found)
   assert_equal(base, params)
   # As a run without a checkpoint draws them.
@@ -172,7 +165,7 @@ def test_a_checkpoint_that_is_too_small_itself_is_not_recommended(directory):
     settings.validate()
 
 
-def test_weights_that_are_no_numbers_end_a_run_before_it_starts(
+async def test_weights_that_are_no_numbers_end_a_run_before_it_starts(
   directory, tmp_path
 ):
   tensors = safetensors.numpy.load_file(directory / "model.safetensors")
@@ -181,7 +174,7 @@ def test_weights_that_are_no_numbers_end_a_run_before_it_starts(
   text = (directory / "config.json").read_text()
   (tmp_path / "config.json").write_text(text)
   with pytest.raises(load.Unusable, match=r"in 1 tensors: model\.norm\.weight"):
-    initial_params(experiment(tmp_path))
+    await initial_params(experiment(tmp_path))
 
 
 def test_the_config_of_the_checkpoint_is_the_one_that_fits(directory):

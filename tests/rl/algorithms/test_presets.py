@@ -3,7 +3,6 @@
 What does not go together is in `test_algorithms_refused`.
 """
 
-import asyncio
 import dataclasses
 import json
 import math
@@ -17,7 +16,7 @@ from envs.rewards import rewards
 from models import config as model_config
 from models import policy as policy_lib
 from models.hf import export
-from rl import assemble, initial_state
+from rl import assemble
 from rl import experiment as experiment_lib
 from rl.algorithms import (
   advantages,
@@ -39,7 +38,7 @@ from rl.schedule import overlap
 from rl.settings import overrides
 from rl.testing import fakes
 from rl.train import optimizers
-from tests.helpers import machine_speed
+from tests.helpers import counting_runs
 
 PRESETS = {kind.short_name: kind for kind in typing.get_args(presets.Named)}
 MODEL = model_config.tiny(
@@ -54,7 +53,6 @@ MODEL = model_config.tiny(
 )
 TEACHER = dataclasses.replace(MODEL, num_layers=2, d_model=32, d_ff=32)
 R, GROUP = 4, 4
-DEADLINE_S = machine_speed.scaled(300.0)
 
 
 def experiment(**changes) -> experiment_lib.Experiment:
@@ -258,30 +256,22 @@ class Ran(progress.RunObserver):
     self.rounds.append(dict(trained.metrics))
 
 
-def run(tree: experiment_lib.Experiment) -> Ran:
-  async def all_of_it():
-    ran, parts = Ran(), assemble.build(tree)
-    try:
-      async with asyncio.timeout(DEADLINE_S):
-        state = await initial_state.create(parts)
-        before = jax.device_get(state.params)
-        await parts.start(state, 0)
-        start = progress.beginning(state, parts.tasks.cursor)
-        last = await assemble.coordinate(parts, ran).run(start)
-    finally:
-      await parts.close()
-    ran.log = parts.log.events
-    ran.moved = max(
-      float(np.abs(a - b).max())
-      for a, b in zip(
-        jax.tree.leaves(jax.device_get(last.params)),
-        jax.tree.leaves(before),
-        strict=True,
-      )
+async def run(tree: experiment_lib.Experiment) -> Ran:
+  ran = Ran()
+  async with counting_runs.built(tree) as parts:
+    start = await counting_runs.begun(parts)
+    before = jax.device_get(start.state.params)
+    last = await assemble.coordinate(parts, ran).run(start)
+  ran.log = parts.log.events
+  ran.moved = max(
+    float(np.abs(a - b).max())
+    for a, b in zip(
+      jax.tree.leaves(jax.device_get(last.params)),
+      jax.tree.leaves(before),
+      strict=True,
     )
-    return ran
-
-  return asyncio.run(all_of_it())
+  )
+  return ran
 
 
 SYNC = overlap.sync(R)
@@ -313,14 +303,14 @@ IN_FLIGHT = overlap.in_flight(R, max_staleness=1, groups_per_microbatch=R)
     ),
   ],
 )
-def test_every_preset_trains_a_real_policy_and_loses_no_token(
+async def test_every_preset_trains_a_real_policy_and_loses_no_token(
   name, schedule, teacher
 ):
   tree = named(name, teacher, overlap=schedule)
   if schedule.max_staleness and not tree.algorithm.loss.has_ratio:
     # What is late needs one.
     tree = overrides.override(tree, "algorithm.loss", "aipo")
-  ran = run(tree)
+  ran = await run(tree)
   assert len(ran.rounds) == 2
   for metrics in ran.rounds:
     assert math.isfinite(metrics["loss"])
@@ -336,10 +326,10 @@ def test_every_preset_trains_a_real_policy_and_loses_no_token(
 
 
 @pytest.mark.compiled
-def test_the_reward_goes_up():
+async def test_the_reward_goes_up():
   """From one word of eight to half of the answers right."""
   larger = group_rollout.Rollout(group_size=8, max_tokens=16)
-  ran = run(named("rloo", rounds=15, rollout=larger))
+  ran = await run(named("rloo", rounds=15, rollout=larger))
   earned = [metrics["reward_mean"] for metrics in ran.rounds]
   assert np.mean(earned[:3]) < 0.2
   assert np.mean(earned[-3:]) > 0.4
