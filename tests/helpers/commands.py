@@ -41,6 +41,15 @@ TINY = {
   "retention.checkpoint_every": "2",
   "retention.episodes_every": "2",
 }
+SYNC = {
+  "overlap.max_staleness": "0",
+  "overlap.wait_for_round": "true",
+  "overlap.on_publish": "drain",
+  # Log-probabilities of the engine vary in their last bit with the rows that
+  # share a dispatch.
+  "overlap.old_logprob": "snapshot",
+}
+"""Makes runs that are equal bit for bit."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,9 @@ import json
 import pathlib
 import time
 
+import numpy as np
+import orbax.checkpoint as ocp
+
 from rl.audit import event_log
 from tests.helpers import machine_speed
 
@@ -24,14 +27,14 @@ def until(done, process):
   while time.monotonic() < deadline and process.poll() is None:
     if result := done():
       return result
-    time.sleep(0.05)
+    time.sleep(0.02)
   process.kill()
   raise AssertionError(process.communicate()[0])
 
 
-def rounds(run_dir) -> int:
-  """Returns the number of rounds in the metrics of a run."""
-  path = run_dir / "metrics.jsonl"
+def rounds(run_dir, file="metrics.jsonl") -> int:
+  """Returns the number of rounds, or steps, in a file of metrics of a run."""
+  path = run_dir / file
   return len(path.read_text().splitlines()) if path.exists() else 0
 
 
@@ -82,6 +85,13 @@ def checkpoint(run_dir, step) -> dict:
   """Returns the checksums of a checkpoint's arrays, and the rest it holds."""
   path = run_dir / "checkpoints" / str(step) / "record" / "metadata"
   return json.loads(path.read_text())["body"]
+
+
+def saved_params(run_dir, step) -> dict[str, bytes]:
+  """Returns every leaf that a checkpoint holds, name by name."""
+  path = run_dir / "checkpoints" / str(step) / "state"
+  leaves = ocp.PyTreeCheckpointer().restore(path)
+  return {name: np.asarray(leaf).tobytes() for name, leaf in leaves.items()}
 
 
 def events(run_dir, kind):

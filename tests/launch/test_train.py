@@ -7,11 +7,8 @@ import pathlib
 import re
 import signal
 import sys
-import time
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from launch.cli import flags, workdir
@@ -19,29 +16,12 @@ from launch.report import log_check
 from launch.run import status_server
 from rl.audit import event_log
 from rl.runtime import segments
-from tests.helpers import commands, machine_speed
+from tests.helpers import commands, machine_speed, processes
 from tests.helpers.commands import TINY
-
-SYNC = {
-  "overlap.max_staleness": "0",
-  "overlap.wait_for_round": "true",
-  "overlap.on_publish": "drain",
-  # Log-probabilities of the engine vary in their last bit with the rows that
-  # share a dispatch.
-  "overlap.old_logprob": "snapshot",
-}
 
 
 def lines(path):
   return [json.loads(line) for line in path.read_text().splitlines() if line]
-
-
-def saved_params(workdir, step):
-  """Returns every leaf of a checkpoint, name by name."""
-  like = ocp.PyTreeCheckpointer().restore(
-    workdir / "checkpoints" / str(step) / "state"
-  )
-  return {name: np.asarray(leaf) for name, leaf in like.items()}
 
 
 @pytest.mark.process
@@ -156,17 +136,6 @@ def test_a_workdir_of_another_config_is_refused(finished, tmp_path):
   assert "choose another directory" in result.stderr
 
 
-def wait_for_rounds(workdir, count, process, deadline_s=200):
-  """Returns once `count` rounds are written."""
-  deadline = time.monotonic() + deadline_s
-  path = workdir / "metrics.jsonl"
-  while time.monotonic() < deadline and process.poll() is None:
-    if path.exists() and len(path.read_text().splitlines()) >= count:
-      return
-    time.sleep(0.02)
-  raise AssertionError(f"no {count} rounds: {process.communicate()[0]}")
-
-
 @pytest.mark.slow
 def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
   settings = TINY | {
@@ -176,7 +145,7 @@ def test_a_stopped_run_saves_and_the_same_command_goes_on(tmp_path):
     "evaluation.every": "8",
   }
   process = commands.start(*commands.train(tmp_path, settings))
-  wait_for_rounds(tmp_path, 3, process)
+  processes.until(lambda: processes.rounds(tmp_path) >= 3, process)
   process.send_signal(signal.SIGTERM)
   output, _ = process.communicate(timeout=machine_speed.scaled(60))
   assert process.returncode == 128 + signal.SIGTERM, output
@@ -218,11 +187,11 @@ def test_a_run_can_end_with_its_standard_input(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
-  settings = TINY | SYNC | {"rounds": "6"}
+  settings = TINY | commands.SYNC | {"rounds": "6"}
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   assert commands.launch(*commands.train(whole, settings)).returncode == 0
   process = commands.start(*commands.train(killed, settings))
-  wait_for_rounds(killed, 5, process)
+  processes.until(lambda: processes.rounds(killed) >= 5, process)
   told = status_server.ask(killed)
   assert told["pid"] == process.pid
   assert " of 6" in told["doing"]
@@ -234,11 +203,9 @@ def test_a_killed_synchronous_run_ends_bit_equal_to_one_that_was_not(tmp_path):
   again = commands.launch(*commands.train(killed, settings))
   assert again.returncode == 0, again.stderr
   assert "going on after" in again.stdout
-  left, right = saved_params(killed, 6), saved_params(whole, 6)
-  assert left.keys() == right.keys()
+  left, right = (processes.saved_params(run, 6) for run in (killed, whole))
   assert len(left) > 20
-  for name, leaf in left.items():
-    assert leaf.tobytes() == right[name].tobytes(), name
+  assert left == right
   timeless = ("loss", "success", "entropy", "grad_norm", "trained_tokens")
   for one, two in zip(
     lines(whole / "metrics.jsonl"),

@@ -11,11 +11,9 @@ import os
 import pathlib
 import shutil
 import signal
-import time
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from envs import recordings, rows
@@ -35,7 +33,7 @@ from rl.schedule import overlap
 from rl.settings import overrides
 from rl.testing import fakes
 from rl.train import optimizers
-from tests.helpers import commands, machine_speed
+from tests.helpers import commands, machine_speed, processes
 
 # See test_checkpoint: orbax drops its other reads when one fails.
 pytestmark = [
@@ -420,20 +418,10 @@ def finish(process):
   return process.returncode, output
 
 
-def wait_for_steps(run_dir, count, process, deadline_s=200):
-  deadline = time.monotonic() + deadline_s
-  path = run_dir / "warm_start.jsonl"
-  while time.monotonic() < deadline and process.poll() is None:
-    if path.exists() and len(path.read_text().splitlines()) >= count:
-      return
-    time.sleep(0.01)
-  process.kill()
-  raise AssertionError(f"no {count} steps: {process.communicate()[0]}")
-
-
-def saved(run_dir):
-  like = ocp.PyTreeCheckpointer().restore(run_dir / "checkpoints/0/state")
-  return {name: np.asarray(leaf).tobytes() for name, leaf in like.items()}
+def wait_for_steps(run_dir, count, process):
+  processes.until(
+    lambda: processes.rounds(run_dir, "warm_start.jsonl") >= count, process
+  )
 
 
 @pytest.fixture(scope="module")
@@ -466,8 +454,9 @@ def test_the_same_command_ends_bit_equal_after_signals(uninterrupted, tmp_path):
   assert "of 120 steps of the warm start\n" in output
   assert "warm start 1/120" not in output
   assert learned(tmp_path) == learned(uninterrupted)
-  assert saved(tmp_path) == saved(uninterrupted)
-  assert len(saved(uninterrupted)) > 20
+  params = processes.saved_params(uninterrupted, 0)
+  assert processes.saved_params(tmp_path, 0) == params
+  assert len(params) > 20
   rows = [
     json.loads((run_dir / "evaluations.jsonl").read_text())
     for run_dir in (tmp_path, uninterrupted)
