@@ -110,7 +110,6 @@ def test_a_published_model_fits_the_devices_that_its_config_names(run):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("name", CUTS)
 def test_a_cut_of_it_trains_two_rounds_and_is_exported(name, tmp_path):
   config, source = f"configs/{name}", tmp_path / "source"
