@@ -86,7 +86,7 @@ class AgentPlayer:
     name = _NOT_IN_NAMES.sub(".", episode.name)[:160]
     name = f"{name}.{secrets.token_hex(16)}"
     session = self._sessions.open(name, seed=episode.noise, priority=priority)
-    playing = _Playing(session, episode.name, requests, limits)
+    playing = _Playing(session, episode, requests, limits)
     try:
       with session.request_running(), self._asked.playing(playing):
         endpoint = base.Endpoint(f"{address}/sessions/{name}", name)
@@ -155,14 +155,14 @@ class _Playing:
   def __init__(
     self,
     session: session_tree.Session,
-    episode_name: str,
+    episode: episode_lib.Episode,
     requests: member_requests.MemberRequests,
     limits: episode_lib.Limits,
   ):
     self.session = session
     self.requests = requests
     self.is_cut = False
-    self._episode_name = episode_name
+    self._episode = episode
     self._limits = limits
     self._num_asked = self._num_running = self._num_unrecorded = 0
     self._is_aborted = False
@@ -241,13 +241,16 @@ class _Playing:
       raise ValueError(f"an episode has at most {bound}; end it")
     return dataclasses.replace(
       request,
-      session=self._episode_name,
+      session=self._episode.name,
       max_tokens=min(request.max_tokens, limits.turn_tokens, room),
       # The learner scores tokens at this temperature, over all ids.
       temperature=limits.temperature,
       top_k=0,
       top_p=1.0,
       min_p=0.0,
+      bias=None,
+      # With one seed in its program a group would answer alike.
+      seed=request.seed ^ self._episode.noise,
       experts=limits.record_experts,
     )
 

@@ -38,9 +38,8 @@ class Gateway:
         tokens=opening.tokens,
         max_tokens=max_tokens,
         stop_ids=players.CHAT.stop_ids,
-        seed=opening.seed,
         priority=session.priority,
-        **fields,
+        **{"seed": opening.seed, **fields},
       )
       parser = answer_stream.AnswerParser(players.CHAT)
       try:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from envs import base
@@ -181,10 +182,10 @@ def until_refused(served, **limits):
   """Plays an agent that goes on until it is refused an answer."""
 
   async def play(server, endpoint, task):
-    said = [GO]
+    said, asked = [GO], {"temperature": 0.1, "bias": np.zeros(7, np.float32)}
     while True:
       try:
-        said += [await server.ask(endpoint, *said, temperature=0.1), ON]
+        said += [await server.ask(endpoint, *said, **asked), ON]
       except ValueError as error:
         errors.append(str(error))
         return 0.0
@@ -205,12 +206,29 @@ def test_an_agent_has_the_answers_tokens_and_temperature_of_the_run():
     "an episode has at most 3 answers (rollout.max_turns); end it"
   ]
   assert {(r.max_tokens, r.temperature) for r in served.requests} == {(2, 0.7)}
+  assert all(r.bias is None for r in served.requests)
   # Two turns of 4 ids; 1 of 11 is left for an answer after 2 of context.
   served = players.engine()
   played, errors = until_refused(served, max_turns=9, max_tokens=11)
   assert [r.max_tokens for r in served.requests] == [2, 2, 1]
   assert len(played.ids) == 11
   assert "at most 11 tokens" in errors[0]
+
+
+async def test_members_of_a_group_sample_apart_and_again_with_one_seed_too():
+  async def seeded(server, endpoint, task):
+    await server.ask(endpoint, GO, seed=7)
+    return 0.5
+
+  async def seeds():
+    served = players.engine()
+    group, *_ = await begin(seeded, served, limits=players.LIMITS)
+    await group.run()
+    return [request.seed for request in served.requests]
+
+  found = await seeds()
+  assert len(set(found)) == 4
+  assert await seeds() == found
 
 
 async def test_an_answer_that_was_asked_for_after_the_end_is_refused():
