@@ -1,9 +1,11 @@
-"""Platform, devices, memory, garbage and compilation cache of a command."""
+"""Platform, memory, garbage, files and compilation cache of a command."""
 
+import contextlib
 import ctypes
 import gc
 import os
 import pathlib
+import resource
 
 import jax
 
@@ -11,6 +13,8 @@ from rl.pools import placement
 
 _COUNT = "--xla_force_host_platform_device_count"
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# More would slow down programs that close all that they might have open.
+_OPEN_FILES = 1 << 16
 _KEEP_ALL = (
   "jax_persistent_cache_min_compile_time_secs",
   "jax_persistent_cache_min_entry_size_bytes",
@@ -38,6 +42,7 @@ def prepare(wanted: placement.Placement) -> None:
     jax.config.update("jax_platforms", wanted.own_platform)
   _keep_memory()
   _search_less_garbage()
+  _open_more_files()
   keep_compiled()
 
 
@@ -76,3 +81,16 @@ def _search_less_garbage() -> None:
   """
   gc.freeze()
   gc.set_threshold(10_000)
+
+
+def _open_more_files() -> None:
+  """Takes more open files than the usual 1024, where the system allows them.
+
+  A client of a server has one, and an agent or environment in a process of its
+  own some.
+  """
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  most = min(hard, _OPEN_FILES) if hard >= 0 else _OPEN_FILES
+  if 0 <= soft < most:  # A negative one is none.
+    with contextlib.suppress(OSError, ValueError):  # macOS allows fewer.
+      resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,4 +1,4 @@
-"""The environment's settings are left alone, and freed memory is kept."""
+"""The environment wins; freed memory is kept, and many files may be open."""
 
 import os
 import platform
@@ -83,3 +83,19 @@ def test_memory_that_a_program_frees_is_kept_for_the_next(given, is_kept):
   (faults,) = printed(_FAULTS, clean | given)
   # Four times 33 MiB: at least 4 x 16 pages even if the kernel's have 2 MiB.
   assert (faults < 4 * 16) == is_kept
+
+
+_FILES = """
+import resource
+from launch.cli import jax_setup
+from rl.pools import placement
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+jax_setup.prepare(placement.Placement(platform="cpu"))
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - min(hard, 1 << 16))
+"""
+
+
+def test_as_many_files_may_be_open_as_the_system_allows():
+  assert printed(_FILES, os.environ) == [0]
