@@ -167,7 +167,6 @@ def decode_requests(
   opening: session_tree.Opening,
   sampling: openai_requests.Sampling,
   temperature: float,
-  experts: bool,
   constraint: contract.TokenMatcher | None,
 ) -> list[contract.DecodeRequest]:
   """Returns one engine request per choice.
@@ -214,7 +213,6 @@ def decode_requests(
       seed=_seed(sampling, opening, index) if capabilities.seeds else 0,
       bias=bias,
       constraint=constraint,
-      experts=experts,
       top_logprobs=sampling.top_logprobs,
       priority=session.priority,
     )

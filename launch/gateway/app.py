@@ -76,7 +76,6 @@ class Serving:
     temperature: of requests without one.
     one_temperature: samples every request at `temperature`, and replies say
       so: a learner scores tokens at one temperature only.
-    record_experts: records the experts that the engine chose for every id.
     answer_s: deadline of the answers to a request, from its body on.
     body_s: deadline of receiving its body.
     max_body: bytes of its body, of which a short context allows fewer.
@@ -88,7 +87,6 @@ class Serving:
   model: str = "twinmesh"
   temperature: float = 1.0
   one_temperature: bool = False
-  record_experts: bool = False
   answer_s: float = 600.0
   body_s: float = 30.0
   max_body: int = 16 << 20
@@ -371,7 +369,6 @@ class _Api:
       opening,
       sampling,
       temperature,
-      serving.record_experts,
       constraint,
     )
     reply_format = openai_replies.ReplyFormat(
