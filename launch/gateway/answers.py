@@ -131,8 +131,10 @@ class PendingAnswer:
     self, index: int, completion: contract.Completion
   ) -> openai_replies.AnswerChoice:
     answer = self.parsers[index].answer()
+    # Not of the sampling's seed, which may be the same in every turn.
+    name = f"call_{self.opening.seed:x}_{index}"
     calls = tuple(
-      dataclasses.replace(call, id=f"call_{self.requests[index].seed:x}_{i}")
+      dataclasses.replace(call, id=f"{name}_{i}")
       for i, call in enumerate(answer.tool_calls)
     )
     answer = dataclasses.replace(answer, tool_calls=calls)

@@ -410,14 +410,17 @@ def test_tools_are_shown_called_and_answered(tools):
 
 def test_streamed_calls_are_those_of_a_whole_reply(tools):
   tools.text = f"well {CALL}{CALL}"
-  chunks = list(tools.ask("go", tools=[ADD], stream=True))
+  asked = {"client": tools.client("calls"), "tools": [ADD], "seed": 7}
+  chunks = list(tools.ask("go", **asked, stream=True))
   text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
   assert text.strip() == "well"
   last = chunks[-1].choices[0]
   assert last.finish_reason == "tool_calls"
   names = [(c.index, c.function.name) for c in last.delta.tool_calls]
   assert names == [(0, "add"), (1, "add")]
-  assert len({call.id for call in last.delta.tool_calls}) == 2
+  whole = tools.ask("go", **asked, n=2)
+  calls = [call for one in whole.choices for call in one.message.tool_calls]
+  assert len({call.id for call in (*calls, *last.delta.tool_calls)}) == 6
 
 
 def test_tool_choice_and_parallel_calls(tools):
