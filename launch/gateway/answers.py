@@ -190,10 +190,6 @@ def decode_requests(
     raise json_fields.BadRequest(
       "this engine has no seeds; leave seed out", "seed"
     )
-  if not -(2**31) <= (sampling.seed or 0) < 2**31:
-    raise json_fields.BadRequest(
-      f"seed={sampling.seed} must be in [-2**31, 2**31)", "seed"
-    )
   bias = _bias(sampling, capabilities)
   if bias is not None and constraint is not None:
     raise json_fields.BadRequest(
@@ -229,6 +225,7 @@ def _seed(
 ) -> int:
   """Returns 32 bits that differ between the choices."""
   seed = opening.seed if sampling.seed is None else sampling.seed
+  seed = (seed + 2**31) % 2**32 - 2**31  # The API's have 64 bits.
   if not index:
     return seed
   return zlib.crc32(f"{seed}/{index}".encode()) & 0x7FFFFFFF

@@ -37,6 +37,12 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   "add_special_tokens": (False,),
   "continue_final_message": (False,),
   "return_token_strs": (False,),
+  "repetition_penalty": (1,),
+  "min_tokens": (0,),
+  "ignore_eos": (False,),
+  "skip_special_tokens": (True,),
+  "spaces_between_special_tokens": (True, False),
+  "include_stop_str_in_output": (False,),
   # Replies always have them.
   "return_token_ids": (True, False),
   "service_tier": ("auto", "default"),
@@ -47,7 +53,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   "suffix": ("",),
 }
 # They identify the caller and do not change the answer.
-_IDENTITIES = ("user", "safety_identifier")
+_IDENTITIES = ("user", "safety_identifier", "prompt_cache_key")
 _SAMPLING = (
   *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n"),
   *("stop", "logit_bias", "logprobs", "stream", "stream_options", "model"),
@@ -261,6 +267,7 @@ def _sampling(
     raise json_fields.BadRequest(
       f"n={choices} must be in [1, {MAX_CHOICES}]", "n"
     )
+  top_k = json_fields.get(body, "top_k", int, 0)
   stream = json_fields.get(body, "stream", bool, False)
   options = json_fields.get(body, "stream_options", dict, {})
   if options and not stream:
@@ -273,7 +280,7 @@ def _sampling(
   return Sampling(
     temperature=json_fields.get(body, "temperature", float, None),
     top_p=json_fields.get(body, "top_p", float, 1.0),
-    top_k=json_fields.get(body, "top_k", int, 0),
+    top_k=0 if top_k == -1 else top_k,  # Both are all, as for vLLM.
     min_p=json_fields.get(body, "min_p", float, 0.0),
     max_tokens=max_tokens,
     stop=tuple(stops),

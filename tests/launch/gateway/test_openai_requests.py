@@ -105,7 +105,10 @@ def test_options_are_read(body, read):
     {"response_format": {"type": "text"}, "modalities": ["text"]},
     {"service_tier": "auto", "store": False},
     {"stream": True, "stream_options": {"include_obfuscation": False}},
-    {"return_token_ids": True},
+    {"return_token_ids": True, "prompt_cache_key": "p"},
+    {"top_k": -1, "repetition_penalty": 1.0, "min_tokens": 0},
+    {"skip_special_tokens": True, "include_stop_str_in_output": False},
+    {"ignore_eos": False, "spaces_between_special_tokens": False},
     {"tool_choice": "auto", "parallel_tool_calls": True},
   ],
 )
