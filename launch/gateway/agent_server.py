@@ -8,6 +8,7 @@ from rl.agents import answer_stream, sessions
 
 _GRACE_S = 1
 _UNREAD_S = 3600.0
+_ANSWER_S = 86_400.0  # The run decides how long it waits for an answer.
 
 
 @contextlib.asynccontextmanager
@@ -28,7 +29,9 @@ async def listen(
   # The name of a session is a secret of its agent, which no page can send, so
   # bodies need not be declared as JSON.
   rules = access.Access(json_only=False)
-  serving = app.Serving(max_length=max_length, opens_sessions=False)
+  serving = app.Serving(
+    answer_s=_ANSWER_S, max_length=max_length, opens_sessions=False
+  )
   # In a thread: the text of every id is read.
   served = await asyncio.to_thread(app.app, engine, opened, serving, rules)
   # An agent may do other things before it reads.

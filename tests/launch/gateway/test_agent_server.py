@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from envs import base
-from launch.gateway import agent_server
+from launch.gateway import agent_server, deadline
+from rl import experiment
 from rl.agents import agent_player
 from rl.data import trajectory
 from tests.helpers import agents_under_test as agents
@@ -69,6 +70,17 @@ def test_an_unchanged_agent_is_played_token_for_token():
   for played in play_group(talker):
     assert (played.reward, played.fault) == (1.0, "")
     assert played.ids.tolist() == [3, 2, 5, 1, 4, 2, 5, 1]
+
+
+def test_an_answer_has_at_least_the_time_that_the_run_waits(monkeypatch):
+  asked, after = [], deadline.Deadline.after
+  monkeypatch.setattr(
+    *(deadline.Deadline, "after"),
+    lambda answer_s: asked.append(answer_s) or after(answer_s),
+  )
+  play_group(talker)
+  assert len(asked) == 4
+  assert min(asked) > experiment.Experiment.progress_timeout_s
 
 
 def test_a_refused_answer_is_an_error_that_the_client_knows():
