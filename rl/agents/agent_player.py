@@ -216,7 +216,8 @@ class _Playing:
     """Notes an answer, or a part of one, before it is recorded."""
     if completion is not None:
       self._num_unrecorded += 1
-      self._is_aborted |= completion.stop == "abort"
+      # Where a text of the agent ends an answer, its request is aborted, too.
+      self._is_aborted |= self.requests.is_aborted
 
   def _recorded(self) -> None:
     self._num_unrecorded -= 1

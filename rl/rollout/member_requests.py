@@ -98,6 +98,7 @@ class MemberRequests:
 
   Attributes:
     num_logged: turns from before the restart that were logged then.
+    is_aborted: after `abort`.
   """
 
   def __init__(
@@ -123,7 +124,7 @@ class MemberRequests:
     self._progress_timeout_s = progress_timeout_s
     self._running: set[str] = set()
     self._first = trajectory.first_version(past)
-    self._aborted = False
+    self.is_aborted = False
     self._num_asked = 0
     self._sampling = ""  # The request that `hold` may end.
     # The newest answer, to which its environment may not have replied.
@@ -147,7 +148,7 @@ class MemberRequests:
 
   def abort(self) -> bool:
     """Ends the current requests and refuses later ones; False if none runs."""
-    self._aborted = True
+    self.is_aborted = True
     for request_id in self._running:
       with contextlib.suppress(ValueError):  # It has just ended.
         self._router.abort(request_id)
@@ -199,7 +200,7 @@ class MemberRequests:
     Raises:
       Diverged: it did.
     """
-    if self._is_continued or self._aborted:
+    if self._is_continued or self.is_aborted:
       return
     num = len(self._turns)
     if num < len(self._past) or not status.trainable:
@@ -251,14 +252,14 @@ class MemberRequests:
       self._open = request, answer
       if self._hold.is_closed:
         await self._hold.passed(self._key)
-      if self._aborted:
+      if self.is_aborted:
         return answer
       if len(answer.tokens):
         rest = await self._sample(_rest(request, answer))
         answer = _joined(answer, rest)
       else:
         answer = await self._sample(request)
-      if not self._hold.is_closed or self._aborted:
+      if not self._hold.is_closed or self.is_aborted:
         break
     self._open = request, answer
     return answer
@@ -295,7 +296,7 @@ class MemberRequests:
 
   def _ask(self, request: contract.DecodeRequest) -> float:
     """Lists a request as running, and returns the time."""
-    if self._aborted:  # The environment caught its cancellation.
+    if self.is_aborted:  # The environment caught its cancellation.
       raise asyncio.CancelledError
     self._running.add(request.request_id)
     return asyncio.get_running_loop().time()
@@ -321,7 +322,7 @@ class MemberRequests:
         **self._place,
         version=self._first,
       )
-    if self._aborted:  # It may have ended by itself at the same moment.
+    if self.is_aborted:  # It may have ended by itself at the same moment.
       completion = dataclasses.replace(completion, stop="abort")
     return completion
 

@@ -27,7 +27,7 @@ class Gateway:
     self.engine, self.sessions = engine, sessions
     yield "http://nowhere"
 
-  async def ask(self, endpoint, *messages, max_tokens=100, **fields):
+  async def ask(self, endpoint, *messages, max_tokens=100, stops=(), **fields):
     """Returns the answer as a message, recorded as the server does it."""
     session = self.sessions.open(endpoint.key)
     with session.request_running():
@@ -41,7 +41,7 @@ class Gateway:
         priority=session.priority,
         **{"seed": opening.seed, **fields},
       )
-      parser = answer_stream.AnswerParser(players.CHAT)
+      parser = answer_stream.AnswerParser(players.CHAT, stops=stops)
       try:
         done = await answer_stream.sample_answer(self.engine, request, parser)
       except contract.EngineClosed:

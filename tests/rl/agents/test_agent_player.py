@@ -215,6 +215,20 @@ def test_an_agent_has_the_answers_tokens_and_temperature_of_the_run():
   assert "at most 11 tokens" in errors[0]
 
 
+def test_an_answer_that_a_text_of_the_agent_ends_is_no_fault():
+  async def stopped(server, endpoint, task):
+    first = await server.ask(endpoint, GO, stops=("yes",))
+    await server.ask(endpoint, GO, first, ON)
+    return 0.5
+
+  # The engine is still to sample the stop id when it is aborted.
+  served = players.engine(delay_s=lambda priority: 1.0)
+  played, _ = play_one(stopped, served)
+  assert (played.reward, played.fault) == (0.5, "")
+  assert [turn.stop for turn in played.turns] == ["stop", "stop"]
+  assert [turn.tokens.tolist() for turn in played.turns] == [[5], [5, 1]]
+
+
 async def test_members_of_a_group_sample_apart_and_again_with_one_seed_too():
   async def seeded(server, endpoint, task):
     await server.ask(endpoint, GO, seed=7)
