@@ -115,16 +115,26 @@ def _read_code(directory: pathlib.Path) -> int | None:
 def run(directory: str) -> int:
   """Runs the program of a directory to its end; returns its code.
 
-  The program ends with whoever has asked for it, on SIGTERM, which is passed
-  on, and, where the queue announces its end of time by SIGUSR2, with SIGTERM.
+  The program ends with whoever has asked for it, and as if they were gone
+  where the queue ends its job by SIGTERM, or announces that by SIGUSR2: a run
+  saves, and an engine is lost, so that another job takes its place. One that
+  was asked to leave would stay away.
   """
   folder = pathlib.Path(directory)
+  if (code := _read_code(folder)) is not None:
+    return code  # Of a job that was put back into the queue while it ended.
   told: dict[str, Any] = json.loads((folder / "job.json").read_text())
   (folder / "began").touch()
   program = host.read_program(told["program"], pathlib.Path(told["log"]))
   process = local.LocalProcess(program)
+
+  def withdraw(*_: object) -> None:
+    with program.log.open("a") as log:
+      log_line.tell("the queue ends the job of this program", log)
+    process.hang_up()
+
   for number in (signal.SIGTERM, signal.SIGUSR2):
-    signal.signal(number, lambda *_: process.signal(signal.SIGTERM))
+    signal.signal(number, withdraw)
   try:
     code = _forward(folder, process, told["silence_s"])
   finally:

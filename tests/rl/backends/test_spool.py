@@ -1,0 +1,53 @@
+"""Programs that jobs of a queue run."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rl.backends import host, spool
+from tests.helpers import backends_under_test as under_test
+from tests.helpers import commands
+
+pytestmark = pytest.mark.process
+
+WAITS = """
+import sys
+print("here", flush=True)
+sys.stdin.read()
+sys.exit(7)
+"""
+
+
+def job(program, folder) -> subprocess.Popen:
+  """Starts what a queue runs for a program."""
+  folder.mkdir(exist_ok=True)
+  told = {
+    "program": host.sent(program),
+    "log": str(program.log),
+    "silence_s": under_test.DEADLINE_S,
+  }
+  (folder / "job.json").write_text(json.dumps(told))
+  return subprocess.Popen(
+    [sys.executable, "-m", spool.__name__, str(folder)], cwd=commands.ROOT
+  )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_queue_that_ends_a_job_hangs_up_and_starts_it_no_second_time(
+  tmp_path, number
+):
+  program = under_test.scripted(tmp_path, "waits", WAITS)
+  program.log.parent.mkdir()
+  with job(program, tmp_path / "job") as process:
+    under_test.says(program, "here")
+    process.send_signal(number)
+  # By its own end: a signal would have been -15, or a request to leave.
+  assert (tmp_path / "job/code").read_text() == "7"
+  with job(program, tmp_path / "job"):
+    pass  # As one that is put back into the queue.
+  text = program.log.read_text()
+  assert text.count("here") == 1
+  assert "the queue ends the job of this program" in text
