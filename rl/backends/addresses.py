@@ -21,7 +21,7 @@ class KnownAddresses:
 
   They may be pods of Kubernetes, machines of a cloud, or those of a lab. A
   program goes to the host that has the fewest of this run; one that cannot be
-  reached is passed over.
+  reached, or does not take it, is passed over.
 
   Attributes:
     at: the addresses of these hosts, as `10.0.0.2:7000`.
@@ -158,7 +158,9 @@ class _AddressedProcess(followed.Followed):
             try:
               code = self._play(lines)
             except OSError as error:
-              raise followed.NotPlaced(f"{name} was lost: {error}") from error
+              if self._begun.is_set():
+                raise followed.NotPlaced(f"{name} was lost: {error}") from error
+              code = str(error)  # As through a tunnel to a host that is gone.
           if isinstance(code, int):
             return code
           why.append(f"{name}: {code}")

@@ -172,7 +172,12 @@ class Host(socketserver.ThreadingTCPServer):
     if not hmac.compare_digest(given, self._token.encode()):
       lines.send(refused="unknown token")
       return
-    with tempfile.TemporaryDirectory() as folder:
+    try:
+      kept = tempfile.TemporaryDirectory()
+    except OSError as error:
+      lines.send(refused=f"it has no place for a log: {error}", full=True)
+      return
+    with kept as folder:
       log = pathlib.Path(folder) / "log"
       log.touch()
       try:

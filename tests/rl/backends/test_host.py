@@ -1,8 +1,12 @@
 """A host that starts programs: for whom, how many, and until when."""
 
+import contextlib
 import dataclasses
 import signal
 import socket
+import socketserver
+import tempfile
+import threading
 
 import pytest
 
@@ -95,6 +99,15 @@ def test_whoever_has_no_token_or_no_program_of_this_project_is_refused(
       assert words in answer["refused"]
 
 
+def test_a_host_without_room_for_a_log_says_so(tmp_path, monkeypatch):
+  program = host.sent(under_test.scripted(tmp_path, "waits", WAITS))
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+  with under_test.listening() as server:
+    answer = ask(server.address, token=under_test.TOKEN, program=program)
+  assert answer["full"]
+  assert "it has no place for a log: [Errno 2]" in answer["refused"]
+
+
 def test_a_host_takes_programs_of_its_name_only(tmp_path):
   file = under_test.token_file(tmp_path)
   with (
@@ -138,11 +151,28 @@ def test_a_host_can_be_for_runs_of_a_sweep(tmp_path, only, takes):
     launcher.close()
 
 
+@contextlib.contextmanager
+def hanging_up():
+  """Yields an address that closes every connection, as a tunnel to nothing."""
+  with socketserver.ThreadingTCPServer(
+    ("127.0.0.1", 0), socketserver.BaseRequestHandler
+  ) as server:
+    threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+    try:
+      yield host.joined("127.0.0.1", server.server_address[1])
+    finally:
+      server.shutdown()
+
+
 def test_a_full_host_is_passed_over_and_the_rest_are_told_why(tmp_path):
   file = under_test.token_file(tmp_path)
-  with under_test.listening(1) as one, under_test.listening(1) as other:
+  with (
+    under_test.listening(1) as one,
+    under_test.listening(1) as other,
+    hanging_up() as tunnel,
+  ):
     setting = addresses.KnownAddresses(
-      at=("127.0.0.1:1", one.address, other.address),
+      at=("127.0.0.1:1", tunnel, one.address, other.address),
       token_file=str(file),
       place_s=1,
     )
@@ -158,6 +188,7 @@ def test_a_full_host_is_passed_over_and_the_rest_are_told_why(tmp_path):
     assert under_test.ended(third) == contract.NEVER_RAN
     assert "no host has taken it in 1 s; " in third.reason
     assert "127.0.0.1:1: [Errno 111] Connection refused" in third.reason
+    assert f"{tunnel}: " in third.reason
     assert f"{other.address}: all 1 places are taken" in third.reason
     first.kill()
     under_test.ended(first)
