@@ -88,14 +88,24 @@ def _check_code(name: str, code: str) -> None:
 class Worker:
   """A process that a backend has started for this one.
 
+  Args:
+    log_bytes: of those that had its log before.
+
   Attributes:
     name: of it, in errors and of its log.
   """
 
-  def __init__(self, name: str, process: backends.Started, log: pathlib.Path):
+  def __init__(
+    self,
+    name: str,
+    process: backends.Started,
+    log: pathlib.Path,
+    log_bytes: int = 0,
+  ):
     self.name = name
     self._process = process
     self._log = log
+    self._log_bytes = log_bytes
 
   @property
   def pid(self) -> int:
@@ -116,7 +126,8 @@ class Worker:
     if self._process.reason:
       state = f"has no process: {self._process.reason}"
     try:
-      lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+      text = self._log.read_bytes()[self._log_bytes :].decode(errors="replace")
+      lines = text.splitlines()[-_LOG_LINES:]
       found = "\n".join(["ends:", *lines]) if lines else "is empty"
     except FileNotFoundError:
       found = "is gone"
@@ -298,7 +309,8 @@ class Workers:
       environment=environment,
       python=python,
     )
-    worker = Worker(name, self._launcher.start(program), log)
+    log_bytes = log.stat().st_size if log.exists() else 0
+    worker = Worker(name, self._launcher.start(program), log, log_bytes)
     self._children.append(worker)
     return worker
 

@@ -1,6 +1,7 @@
 """Who may connect, and workers that never do."""
 
 import asyncio
+import functools
 import os
 from typing import Any, cast
 
@@ -285,23 +286,32 @@ def test_a_worker_that_ends_at_once_is_told_with_its_last_words():
 
 
 @pytest.mark.process
-def test_a_worker_is_run_by_the_python_that_is_named(tmp_path):
+def test_a_worker_has_the_python_that_is_named_and_words_of_its_own(tmp_path):
   other = tmp_path / "python"
   other.write_text('#!/bin/sh\necho "other: $*"\nexit 3\n')
   other.chmod(0o755)
 
   async def scenario(others, _):
+    start = functools.partial(
+      others.start,
+      "engine 0",
+      "{}",
+      environment={},
+      hears={},
+      deadline_s=50,
+      python=str(other),
+    )
     with pytest.raises(
       workers.NotStarted, match=r"(?s)code 3; .*other: -m launch\.worker"
     ):
-      await others.start(
-        "engine 0",
-        "{}",
-        environment={},
-        hears={},
-        deadline_s=50,
-        python=str(other),
-      )
+      await start()
+
+    other.unlink()
+    with pytest.raises(workers.NotStarted) as error:
+      await start()
+    # Of this process: the one before has said something.
+    assert "it cannot be started" in str(error.value)
+    assert str(error.value).endswith("is empty")
 
   play(scenario)
 
