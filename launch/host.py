@@ -43,7 +43,10 @@ _ONLY = absl_flags.DEFINE_string(
 
 @flags.command
 def main() -> None:
-  """Listens until Ctrl-C or SIGTERM, which end all programs."""
+  """Listens until Ctrl-C or SIGTERM, which end all programs.
+
+  Exits with 128 and the number of the signal.
+  """
   with flags.exit_on_setting_error():
     token = host.read_token(pathlib.Path(_TOKEN_FILE.value))
     where = host.address_of(_LISTEN.value, "--listen")
@@ -55,13 +58,19 @@ def main() -> None:
         "host and a free port"
       ) from error
   log_line.tell(f"listening at {server.address}", sys.stdout)
-  # `shutdown` waits for the loop that a handler would interrupt.
+  ended_by: list[int] = []
+
+  def end(number: int, _: object) -> None:
+    ended_by.append(number)
+    # It waits for the loop that this interrupts.
+    threading.Thread(target=server.shutdown).start()
+
   for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(
-      number, lambda *_: threading.Thread(target=server.shutdown).start()
-    )
+    signal.signal(number, end)
   server.serve_forever(poll_interval=0.1)
   server.close()
+  # Not 0: to a Job of Kubernetes a pod that is moved away would be complete.
+  sys.exit(128 + ended_by[0])
 
 
 if __name__ == "__main__":
