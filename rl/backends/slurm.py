@@ -139,7 +139,11 @@ class _Job:
     self._job = job
 
   def ended(self) -> bool:
-    return bool(self._job.done())
+    # To submitit every such job comes back, as some clusters have it.
+    return bool(self._job.done()) or self._job.state == "PREEMPTED"
+
+  def describe(self) -> str:
+    return f"job {self._job.job_id} of Slurm is {self._job.state}"
 
   def cancel(self) -> None:
     with contextlib.suppress(OSError):

@@ -39,6 +39,10 @@ class QueuedJob(Protocol):
     """Takes it out of the queue, or ends it."""
     ...
 
+  def describe(self) -> str:
+    """Returns its name, and what the queue says of it."""
+    ...
+
 
 class SpooledProcess(followed.Followed):
   """A program that a job of a queue runs; see `contract.Started`.
@@ -93,11 +97,13 @@ class SpooledProcess(followed.Followed):
       if number % 10 or not job.ended():
         ended_s = now
       elif self._killed.is_set() or now > ended_s + _LOST_S:
-        raise followed.NotPlaced("its job has ended without a word")
+        raise followed.NotPlaced(f"{job.describe()}, and it has told no code")
       if not self._begun.is_set() and (directory / "began").exists():
         self._begun.set()
       if self._killed.is_set() and not self._begun.is_set():
-        raise followed.NotPlaced("it was ended before it had a place")
+        raise followed.NotPlaced(
+          f"it was ended before it had a place; {job.describe()}"
+        )
     raise AssertionError
 
 

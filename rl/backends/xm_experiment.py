@@ -143,6 +143,9 @@ class _WorkUnit:
   def ended(self) -> bool:
     return self._done.done()
 
+  def describe(self) -> str:
+    return f"its work unit has {'ended' if self.ended() else 'not ended'}"
+
   def cancel(self) -> None:
     # XManager cannot end one of this host: without its file it does not begin,
     # and one that has begun ends when it hears no more of us.

@@ -4,10 +4,11 @@ import json
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
-from rl.backends import host, spool
+from rl.backends import contract, host, slurm, spool
 from tests.helpers import backends_under_test as under_test
 from tests.helpers import commands
 
@@ -19,6 +20,22 @@ print("here", flush=True)
 sys.stdin.read()
 sys.exit(7)
 """
+
+
+class Queued(spool.SpooledProcess):
+  """A program whose job a queue has in some state, and never begins."""
+
+  state = "PENDING"
+
+  def _submit(self, directory):
+    del directory
+    job = types.SimpleNamespace(
+      job_id=12,
+      state=self.state,
+      done=lambda: self.state == "OUT_OF_MEMORY",
+      cancel=lambda check: None,
+    )
+    return slurm._Job(job)
 
 
 def job(program, folder) -> subprocess.Popen:
@@ -51,3 +68,18 @@ def test_a_queue_that_ends_a_job_hangs_up_and_starts_it_no_second_time(
   text = program.log.read_text()
   assert text.count("here") == 1
   assert "the queue ends the job of this program" in text
+
+
+@pytest.mark.parametrize("state", ["OUT_OF_MEMORY", "PREEMPTED", "PENDING"])
+def test_a_program_whose_job_never_begins_says_what_the_queue_does(
+  tmp_path, monkeypatch, state
+):
+  monkeypatch.setattr(spool, "_LOST_S", 0.1)
+  program = under_test.scripted(tmp_path, "waits", WAITS)
+  process = Queued(program, tmp_path / "jobs", under_test.DEADLINE_S)
+  process.state = state
+  process.begin()
+  if state == "PENDING":
+    process.kill()
+  assert under_test.ended(process) == contract.NEVER_RAN
+  assert f"job 12 of Slurm is {state}" in process.reason
