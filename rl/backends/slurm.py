@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import socket
+import threading
 from typing import Any, Literal
 
 from rl.backends import contract, followed, spool
@@ -11,6 +12,8 @@ from rl.settings import checks
 
 _SHOWN = 300
 """Characters of an error of the queue."""
+_SUBMITTING = threading.Lock()
+"""Held while variables of this process are away."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,9 @@ class Slurm:
     if self.cluster == "slurm":
       given["slurm_partition"] = self.partition
       given["slurm_additional_parameters"] = self.options or None
+      if self.cpus is not None:
+        # Slurm 22.05 to 23.02 gives the step of a job one processor otherwise.
+        given["slurm_srun_args"] = [f"--cpus-per-task={self.cpus}"]
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -124,8 +130,12 @@ class _SlurmProcess(spool.SpooledProcess):
     self._executor = executor
 
   def _submit(self, directory: pathlib.Path) -> spool.QueuedJob:
+    from submitit import helpers  # pyright: ignore[reportMissingImports]
+
     try:
-      job = self._executor.submit(spool.run, str(directory))
+      # The run may be a job itself: srun would read the sizes of that one.
+      with _SUBMITTING, helpers.clean_env():
+        job = self._executor.submit(spool.run, str(directory))
     # Those of submitit, of the shell, of a queue that takes no more.
     except Exception as error:
       raise followed.NotPlaced(

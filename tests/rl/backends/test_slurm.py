@@ -1,0 +1,36 @@
+"""What is asked of Slurm for a program."""
+
+import os
+
+import pytest
+
+from rl.backends import slurm
+from tests.helpers import backends_under_test as under_test
+
+
+def test_a_step_has_the_processors_of_its_job():
+  asked = slurm.Slurm(cpus=4, gpus=1, partition="a")._parameters()
+  assert asked == {
+    "cpus_per_task": 4,
+    "gpus_per_node": 1,
+    "slurm_partition": "a",
+    "slurm_srun_args": ["--cpus-per-task=4"],
+  }
+  assert "slurm_srun_args" not in slurm.Slurm(gpus=1)._parameters()
+
+
+def test_a_job_of_slurm_knows_nothing_of_the_job_that_asks_for_it(
+  tmp_path, monkeypatch
+):
+  pytest.importorskip("submitit")
+  seen = []
+
+  class Executor:
+    def submit(self, *_):
+      seen.append(dict(os.environ))
+
+  monkeypatch.setenv("SLURM_MEM_PER_CPU", "1000")
+  program = under_test.scripted(tmp_path, "never", "")
+  slurm._SlurmProcess(program, tmp_path, 1, Executor())._submit(tmp_path)
+  assert not [name for name in seen[0] if name.startswith("SLURM_")]
+  assert os.environ["SLURM_MEM_PER_CPU"] == "1000"
