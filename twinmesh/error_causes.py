@@ -456,7 +456,7 @@ CAUSES = (
     cure="Start the service, or use --backend=local. For addresses run"
     " launch.host on each of them.",
     code_block="twinmesh host --listen=HOST:7000 --token_file=token",
-    of=("rl.backends",),
+    of=("rl.backends", "rl.backends.contract:Unreachable"),
   ),
   Cause(
     code="TM-P05",

@@ -43,6 +43,7 @@ from models.hf import load, tokenizer_files
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.audit import event_log
+from rl.backends import contract as backends
 from rl.engine import contract
 from rl.loop import coordinator, trackers, warm_start
 from rl.loop import progress as progress_lib
@@ -70,9 +71,9 @@ def train(
   something stalled, all engines were lost for good, gradients were no longer
   finite, faults left nothing to train, a checkpoint could not be written or
   read, a segment of the log was damaged, the disk took nothing more, or another
-  directory took the path of this one. 2: the weights of `initial`, or a
-  recorded conversation, cannot be used. 128 + signal: stopped; checkpoints
-  stay. A run goes on if nobody reads its output.
+  directory took the path of this one. 2: the weights of `initial`, a recorded
+  conversation, or the backend, cannot be used. 128 + signal: stopped;
+  checkpoints stay. A run goes on if nobody reads its output.
 
   Args:
     began_s: reading of time.monotonic() when the command began, if not now.
@@ -101,7 +102,7 @@ def train(
     code = error_codes.code_of(error)
     _fail(run_dir, screen, error_codes.text(f"initial={error}", code))
     return 2
-  except recordings.UnusableRow as error:
+  except (backends.Unreachable, recordings.UnusableRow) as error:
     _fail(run_dir, screen, error_codes.text(error))
     return 2
   except (

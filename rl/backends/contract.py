@@ -21,6 +21,10 @@ NEVER_RAN = 1
 _LOOK_S = 0.02
 
 
+class Unreachable(ValueError):
+  """A backend that a run cannot use from here."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
   """A command of this project, to be run by the Python of its host.

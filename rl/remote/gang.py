@@ -46,7 +46,7 @@ class Gang:
     backend: starts them.
 
   Raises:
-    ValueError: the backend cannot be reached.
+    Unreachable: the backend cannot be reached.
 
   Attributes:
     tiles: of each member, once it is open; see `LearnerWorker`.

@@ -419,7 +419,7 @@ class RemoteEngines:
     backend: starts their processes.
 
   Raises:
-    ValueError: the backend cannot be reached.
+    Unreachable: the backend cannot be reached.
   """
 
   def __init__(

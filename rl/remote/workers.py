@@ -217,7 +217,7 @@ class Workers:
     backend: starts them, and is closed with them.
 
   Raises:
-    ValueError: the backend cannot be reached.
+    Unreachable: the backend cannot be reached.
 
   Attributes:
     host: the address of this host for them.
@@ -238,7 +238,10 @@ class Workers:
       log_dir = pathlib.Path(self._kept.name)
     self._log_dir = log_dir
     self._watchdog = watchdog
-    self._launcher = backend.open(log_dir / "backend")
+    try:
+      self._launcher = backend.open(log_dir / "backend")
+    except ValueError as error:
+      raise backends.Unreachable(str(error)) from error
     self._place_s = backend.place_s
     self.host = self._launcher.host
     self.token = secrets.token_hex(32)

@@ -372,6 +372,18 @@ def test_a_platform_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.process
+def test_a_backend_that_cannot_be_used_is_an_error_in_words(tmp_path):
+  settings = TINY | {
+    "placement.backend": "addresses(at=['127.0.0.1:1'], token_file='absent')",
+    "placement.decode_processes": "1",
+  }
+  result = commands.launch(*commands.train(tmp_path / "run", settings))
+  assert result.returncode == 2, result.stderr
+  assert "error: absent cannot be read" in result.stdout
+  assert "Traceback" not in result.stderr
+
+
+@pytest.mark.process
 def test_a_run_that_does_not_fit_leaves_nothing_behind(tmp_path):
   result = commands.run(
     *commands.train(tmp_path / "run", TINY | {"engine.pages": "900000000"})
