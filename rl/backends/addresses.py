@@ -156,7 +156,7 @@ class _AddressedProcess(followed.Followed):
             continue
           with contextlib.closing(host.JsonLines(stream)) as lines:
             try:
-              code = self._play(lines)
+              code = self._play(lines, name)
             except OSError as error:
               if self._begun.is_set():
                 raise followed.NotPlaced(f"{name} was lost: {error}") from error
@@ -172,7 +172,7 @@ class _AddressedProcess(followed.Followed):
           or f"no host has taken it in {self._place_s:g} s; {'; '.join(why)}"
         ) from error
 
-  def _play(self, lines: host.JsonLines) -> int | str:
+  def _play(self, lines: host.JsonLines, name: str) -> int | str:
     """Returns the code of the program, or why a full host has refused it."""
     lines.send(token=self._token, program=host.sent(self.program))
     while True:
@@ -187,7 +187,7 @@ class _AddressedProcess(followed.Followed):
         if "refused" in told and told.get("full"):
           return str(told["refused"])
         if "refused" in told:
-          raise followed.NotPlaced(f"refused: {told['refused']}")
+          raise followed.NotPlaced(f"{name} refuses it: {told['refused']}")
         self._write(str(told.get("output", "")).encode())
         if "code" in told:
           self.reason = str(told.get("reason") or "")

@@ -99,6 +99,20 @@ def test_whoever_has_no_token_or_no_program_of_this_project_is_refused(
       assert words in answer["refused"]
 
 
+def test_a_host_that_refuses_is_named(tmp_path):
+  file = under_test.token_file(tmp_path)
+  file.write_text("a token of another host")
+  with under_test.listening() as server:
+    setting = addresses.KnownAddresses(
+      at=(server.address,), token_file=str(file)
+    )
+    launcher = setting.open(tmp_path)
+    process = launcher.start(under_test.scripted(tmp_path, "waits", WAITS))
+    assert under_test.ended(process) == contract.NEVER_RAN
+    assert process.reason == f"{server.address} refuses it: unknown token"
+    launcher.close()
+
+
 def test_a_host_without_room_for_a_log_says_so(tmp_path, monkeypatch):
   program = host.sent(under_test.scripted(tmp_path, "waits", WAITS))
   monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
