@@ -39,6 +39,8 @@ UNTRIED = (
   "# Never run on a cluster: written from the API and checked against a schema."
 )
 _LABEL = "cloud.google.com/gke-"
+# Of a job, so that all its pods lie in one place of a kind.
+_EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 # Slices of one host: topologies and their chips, each of which is a device.
 _SLICES = {
   "tpu-v4-podslice": {"2x2x1": 4},
@@ -105,12 +107,14 @@ class HostShare:
     resource: Kubernetes' name of it.
     count: of its devices.
     labels: of the nodes that have it.
+    within: label that is the same on all hosts of a slice; "" for one host.
   """
 
   platform: str
   resource: str
   count: int
   labels: dict[str, str]
+  within: str = ""
 
 
 def host_share(accelerator: str, num_devices: int) -> HostShare:
@@ -184,6 +188,8 @@ def slice_share(
   return dataclasses.replace(
     share,
     labels={**share.labels, f"{_LABEL}tpu-topology": sizes[num_devices]},
+    # Two slices of one topology have the same labels, but for this one.
+    within=f"{_LABEL}nodepool",
   )
 
 
@@ -242,7 +248,11 @@ class Pods:
       "backoffLimit": 0,
       "template": {"spec": pod},
     }
-    return {"name": self.name, "replicas": 1, "template": {"spec": job}}
+    template: dict[str, Any] = {"spec": job}
+    if self.where is not None and self.where.within:
+      annotations = {_EXCLUSIVE: self.where.within}
+      template = {"metadata": {"annotations": annotations}, **template}
+    return {"name": self.name, "replicas": 1, "template": template}
 
 
 def job_set(name: str, image: str, pods: Sequence[Pods]) -> dict[str, Any]:
