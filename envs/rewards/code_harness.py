@@ -11,12 +11,10 @@ system calls guards.
 It is given to the sandbox as text, so it imports the standard library alone.
 """
 
-import ast
 import builtins
 import contextlib
 import functools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -25,72 +23,66 @@ import types
 from collections import abc
 from typing import IO, Any, NoReturn
 
-
-class _Literals(ast.NodeTransformer):
-  """Makes constants of what `ast.literal_eval` does not know."""
-
-  def visit_Name(self, node: ast.Name) -> ast.AST:
-    values = {"inf": math.inf, "nan": math.nan}
-    return ast.Constant(values[node.id]) if node.id in values else node
-
-  def visit_Call(self, node: ast.Call) -> ast.AST:
-    self.generic_visit(node)
-    match node:
-      case ast.Call(func=ast.Name(id="frozenset"), args=args, keywords=[]):
-        value: Any = frozenset(*map(ast.literal_eval, args))
-        return ast.Constant(value)
-    return node
+_KINDS: dict[str, abc.Callable[[Any], Any]] = {
+  "tuple": tuple,
+  "set": set,
+  "frozenset": frozenset,
+  "dict": dict,
+  "bytes": bytes.fromhex,
+  "complex": lambda parts: complex(*parts),
+}
 
 
-def _read(text: str) -> Any:
-  """Returns plain data of its `repr`, which runs nothing."""
-  return ast.literal_eval(_Literals().visit(ast.parse(text, mode="eval")))
+def _coded(value: Any) -> Any:
+  """Returns the plain data that a value is equal to, for JSON.
 
+  Lists are lists there, and other containers objects of one member. A subclass
+  has the value that its built-in class sees, whatever its methods.
 
-def _plain(value: Any) -> Any:
-  """Returns the plain data that a value is equal to; others as they are.
-
-  A subclass has the value that its built-in class sees, whatever its methods.
+  Raises:
+    TypeError: it is equal to no plain data.
   """
-  numpy = sys.modules.get("numpy")
   match value:
-    case bool():
+    case None | bool():
       return value
     case int():
       return int.__int__(value)
     case float():
       return float.__float__(value)
-    case complex():
-      return complex.__complex__(value)
     case str():
       return str.__str__(value)
-    case bytes() | bytearray():
-      return bytes(memoryview(value))
     case list():
-      return [_plain(of) for of in list.__iter__(value)]
+      return [_coded(of) for of in list.__iter__(value)]
     case tuple():
-      return tuple(_plain(of) for of in tuple.__iter__(value))
+      return {"tuple": [_coded(of) for of in tuple.__iter__(value)]}
+    case dict():
+      pairs = dict.items(value)
+      return {"dict": [[_coded(key), _coded(of)] for key, of in pairs]}
     case frozenset():
-      return frozenset(_plain(of) for of in frozenset.__iter__(value))
+      return {"frozenset": [_coded(of) for of in frozenset.__iter__(value)]}
     case set():
-      return {_plain(of) for of in set.__iter__(value)}
-    case dict():
-      return {_plain(key): _plain(of) for key, of in dict.items(value)}
+      return {"set": [_coded(of) for of in set.__iter__(value)]}
     case abc.KeysView() | abc.ItemsView():
-      return {_plain(of) for of in value}
+      return {"set": [_coded(of) for of in value]}
+    case bytes() | bytearray():
+      return {"bytes": memoryview(value).hex()}
+    case complex():
+      number = complex.__complex__(value)
+      return {"complex": [number.real, number.imag]}
+  numpy = sys.modules.get("numpy")
   if numpy and isinstance(value, numpy.generic):
-    return _plain(value.item())
-  return value
+    return _coded(value.item())
+  raise TypeError(f"{value!r:.300}")
 
 
-def _is_plain(value: Any) -> bool:
-  """Returns whether `_read` would read this value of `_plain`."""
-  match value:
-    case list() | tuple() | set() | frozenset():
-      return all(map(_is_plain, value))
-    case dict():
-      return all(map(_is_plain, value.items()))
-  return isinstance(value, bool | int | float | complex | str | bytes | None)
+def _read(text: str) -> Any:
+  """Returns the plain data of JSON, which runs nothing."""
+
+  def made(coded: dict[str, Any]) -> Any:
+    ((kind, value),) = coded.items()
+    return _KINDS[kind](value)
+
+  return json.loads(text, object_hook=made)
 
 
 def _say(stream: IO[str], message: Any) -> None:
@@ -108,24 +100,26 @@ def _answer() -> None:
   exec(json.loads(asked.readline()), space)
   _say(told, [name for name, value in space.items() if callable(value)])
   for line in asked:
-    name, *given = json.loads(line)
-    args, kwargs = map(_read, given)
+    name, args, kwargs = _read(line)
     try:
       value = space[name](*args, **kwargs)
     except BaseException as error:
       _say(told, _told(error))
     else:
-      _say(told, [[], repr(_plain(value)), ""])
+      _say(told, [[], _coded(value), ""])
 
 
-def _told(error: BaseException) -> tuple[list[str], str, str]:
+def _told(error: BaseException) -> tuple[list[str], Any, str]:
   """Returns the names of its built-in classes, its arguments, and its text."""
   kinds = type(error).__mro__
   names = [of.__name__ for of in kinds if vars(builtins).get(of.__name__) is of]
   args = (str(error),)
   if names[0] == kinds[0].__name__:  # Others may put theirs into words.
     args = error.__reduce__()[1]  # `args` of an OSError leave out its file.
-  return names, repr(_plain(args)), str(error)
+  try:
+    return names, _coded(args), str(error)
+  except TypeError:
+    return names, None, str(error)
 
 
 class _Answer:
@@ -160,7 +154,7 @@ class _Answer:
 
   def _hear(self) -> Any:
     assert self._process.stdout
-    return json.loads(self._process.stdout.readline())
+    return _read(self._process.stdout.readline())
 
   def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Returns a function's value, or raises an exception as it did.
@@ -170,15 +164,15 @@ class _Answer:
     """
     assert self._process.stdin
     self.calls += 1
-    given = _plain((args, kwargs))
-    if not _is_plain(given):
-      self._end(
-        f"`{name}` is called with other than plain data: {given!r:.300}"
-      )
-    _say(self._process.stdin, [name, *map(repr, given)])
     try:
-      errors, text, words = self._hear()
-      value = _made(errors, text, words) if errors else _read(text)
+      given = [name, _coded(list(args)), _coded(kwargs)]
+    except (TypeError, RecursionError) as error:
+      self._end(f"`{name}` is called with other than plain data: {error}")
+    _say(self._process.stdin, given)
+    try:
+      errors, value, words = self._hear()
+      if errors:
+        value = _made(errors, value, words)
     except BaseException:
       os._exit(1)  # An exception here would be one that tests may wait for.
     if errors:
@@ -187,13 +181,13 @@ class _Answer:
     return value
 
 
-def _made(names: abc.Sequence[str], args: str, words: str) -> Exception:
+def _made(names: abc.Sequence[str], args: Any, words: str) -> Exception:
   """Returns an exception of the first class that can be made."""
   for kind in (getattr(builtins, name, None) for name in names):
     if isinstance(kind, type) and issubclass(kind, Exception):
-      for given in (args, repr((words,))):
-        with contextlib.suppress(SyntaxError, TypeError, ValueError):
-          return kind(*_read(given))
+      for given in (args, (words,)):
+        with contextlib.suppress(TypeError, ValueError):
+          return kind(*given)
   raise ValueError(f"{names} are no exceptions of a function")
 
 

@@ -196,6 +196,14 @@ def test_of_exceptions():
 
 @pytest.mark.process
 @needs_bubblewrap
+def test_many_numbers_go_to_the_answer_and_come_back():
+  code = "def double(x): return [2 * n for n in x]"
+  tests = "assert double([*range(200_000)]) == [*range(0, 400_000, 2)]"
+  assert reward(code, tests=tests) == [1.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
 def test_an_exception_of_the_answers_own_is_the_builtin_that_it_extends():
   code = """
 import json
