@@ -92,8 +92,9 @@ def _say(stream: IO[str], message: Any) -> None:
 
 def _answer() -> None:
   """Defines what the answer does, and calls it as asked."""
-  asked, told = sys.stdin, os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # The answer may print.
+  asked, told = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+  for own in (0, 1):
+    os.dup2(2, own)  # The answer reads nothing, and may print.
   module = types.ModuleType("answer")
   sys.modules["answer"] = module  # Dataclasses look for their module there.
   space = vars(module)
@@ -137,7 +138,6 @@ class _Answer:
       [sys.executable, "-P", "-s", "-B", __file__, "answer"],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
       text=True,
     )
     self._end = end
@@ -215,7 +215,8 @@ def _test() -> None:
   for number in (signal.SIGINT, signal.SIGPIPE):
     signal.signal(number, signal.SIG_DFL)  # No exception for tests to catch.
   told = os.dup(1)
-  os.dup2(2, 1)  # Tests may print.
+  for own in (1, 2):  # Tests may print, and more than the sandbox permits.
+    os.dup2(os.open(os.devnull, os.O_RDWR), own)
 
   def end(fault: str) -> NoReturn:
     os.write(told, f"{word}{fault}".encode(errors="replace"))

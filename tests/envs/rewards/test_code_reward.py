@@ -204,6 +204,25 @@ def test_many_numbers_go_to_the_answer_and_come_back():
 
 @pytest.mark.process
 @needs_bubblewrap
+def test_an_answer_that_reads_finds_nothing_and_waits_for_nothing():
+  reads = f"import sys\nassert not sys.stdin.read()\n{RIGHT}"
+  asks = f"n = int(input())\n{RIGHT}"
+  assert reward(reads, asks) == [1.0, 0.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_tests_may_print_more_than_the_sandbox_permits():
+  tests = f"""
+import sys
+for stream in (sys.stdout, sys.stderr):
+  print("x" * {2 * LIMITS.output_kib * 1024}, file=stream)
+assert add(2, 3) == 5"""
+  assert reward(RIGHT, tests=tests) == [1.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
 def test_an_exception_of_the_answers_own_is_the_builtin_that_it_extends():
   code = """
 import json
