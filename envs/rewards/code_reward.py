@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import secrets
+import textwrap
 from collections.abc import Sequence
 
 from envs import base, call_clock
@@ -17,10 +18,10 @@ from envs.sandbox import sandbox
 MAX_CHARS = 50_000
 """Length of an answer above which its code is not tried."""
 
-_BLOCK = re.compile(
-  r"^ {0,3}```([^\n`]*)\n(.*?)^ {0,3}```[ \t]*$", re.DOTALL | re.MULTILINE
-)
-_LANGUAGES = {"", "python", "py", "python3"}
+# Possessive: a fence of spaces or letters alone would take time squared.
+_FENCE = re.compile(r"([ \t]*+)```[ \t]*+(\w*+)[^`]*+")
+_FENCE_ENDS = {" " * indent + "```" for indent in range(4)}
+_PYTHON = {"python", "py", "python3"}
 # More at once would only make each other late.
 _SLOTS = call_clock.LoopPlaces(os.cpu_count() or 1)
 
@@ -89,17 +90,31 @@ class UnitTests:
 
 
 def code(transcript: base.Transcript) -> str:
-  """Returns the last block of Python in the last answer; "" if it has none."""
+  """Returns the last block of Python in the last answer; "" if it has none.
+
+  Blocks without a language count where none is of Python, as they may be what
+  the code prints.
+  """
   text = answers.last(transcript)
   if len(text) > MAX_CHARS:
     return ""
+  named, unnamed = "", ""
+  fence, lines = None, []
   # All blocks, in pairs: the end of another language's must not begin one.
-  blocks = [
-    block
-    for language, block in _BLOCK.findall(text)
-    if language.strip().lower() in _LANGUAGES
-  ]
-  return blocks[-1] if blocks else ""
+  for line in text.split("\n"):
+    if fence is None:
+      fence, lines = _FENCE.fullmatch(line), []
+    elif (end := line.rstrip()) not in _FENCE_ENDS and end != f"{fence[1]}```":
+      lines.append(line)
+    else:
+      block = "\n".join(lines)
+      block = textwrap.dedent(block) if fence[1] else block
+      if fence[2].lower() in _PYTHON:
+        named = block
+      elif not fence[2]:
+        unnamed = block
+      fence = None
+  return named or unnamed
 
 
 def _tests(task: base.Task) -> str:

@@ -341,14 +341,20 @@ def test_a_failing_sandbox_is_a_fault_and_no_reward(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
   ("text", "code"),
   [
-    ("```python\na\n```\nand\n```py\nb\n```", "b\n"),
-    ("```\na\n```", "a\n"),
-    ("```python\na\n```\n```json\n{}\n```\n", "a\n"),
+    ("```python\na\n```\nand\n```py\nb\n```", "b"),
+    ("```\na\n```", "a"),
+    ("```python\na\n```\n```json\n{}\n```\n", "a"),
     ("```json\n{}\n```\nno code\n```sh\nls\n```", ""),
+    ("```python\na\n```\nprints\n```\n3\n```\n", "a"),
+    ("```Python title='a.py'\r\na\r\n```\r\n", "a\r"),
+    ("1. So\n    ```python\n    if a:\n      b\n    ```\n", "if a:\n  b"),
+    ('```python\na = """\n    ```\n"""\n ```', 'a = """\n    ```\n"""'),
     ("```python\na", ""),
     ("a = 1", ""),
     ("", ""),
     ("```python\n" + "a" * code_reward.MAX_CHARS + "\n```", ""),
+    ("```a\n" * (code_reward.MAX_CHARS // 5), ""),
+    ("```" + "a" * 40_000 + "`", ""),
   ],
 )
 def test_code_is_the_last_block_of_python(text, code):
