@@ -11,7 +11,7 @@ import secrets
 import textwrap
 from collections.abc import Sequence
 
-from envs import base, call_clock
+from envs import base, call_clock, threads
 from envs.rewards import answers, code_harness, code_tests
 from envs.sandbox import sandbox
 
@@ -68,7 +68,7 @@ class UnitTests:
       SandboxError: this machine has no sandbox.
       ValueError: the task's tests are at fault, not an answer.
     """
-    tests = _tests(task)
+    tests = await threads.call(_tests, task)
     passed = await asyncio.gather(
       *(self._passes(code(t), tests, task.id) for t in transcripts)
     )

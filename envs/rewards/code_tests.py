@@ -6,6 +6,7 @@
 
 import ast
 import builtins
+import functools
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,8 +15,12 @@ _Definition = _Function | ast.ClassDef
 _IS_MAIN = {"__name__ == '__main__'", "'__main__' == __name__"}
 
 
+@functools.lru_cache(maxsize=256)
 def check(text: str) -> None:
-  """Raises ValueError on tests that do not run, or not with the answer."""
+  """Raises ValueError on tests that do not run, or not with the answer.
+
+  Long tests take seconds, those that have passed no time again.
+  """
   tree = ast.parse(text)
   if not _has_assert(ast.walk(tree)):
     raise ValueError(f"there is no assert in {text[:60]!r}")
@@ -142,7 +147,7 @@ def _outside_of_functions(tree: ast.Module) -> Iterator[ast.AST]:
   while todo:
     node = todo.pop()
     yield node
-    if not isinstance(node, _Definition):
+    if not isinstance(node, _Definition | ast.expr):
       todo += _parts(node)
 
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import shutil
+import threading
 
 import pytest
 
 from envs import base
-from envs.rewards import code_reward
+from envs.rewards import code_reward, code_tests
 from envs.sandbox import bubblewrap, sandbox
 
 TESTS = """
@@ -370,6 +371,21 @@ def test_a_task_without_tests_is_refused(tests):
   task = base.Task("code/train/0", 0, "train", 0, tests)
   with pytest.raises(ValueError, match="code/train/0 has no tests"):
     code_reward.UnitTests().check_task(task)
+
+
+def test_tests_are_checked_once_for_all_answers_and_in_a_thread(monkeypatch):
+  checked_in = []
+
+  def outside(*args):
+    checked_in.append(threading.current_thread())
+    return outside_of_functions(*args)
+
+  outside_of_functions = code_tests._outside_of_functions
+  monkeypatch.setattr(code_tests, "_outside_of_functions", outside)
+  tests = "assert add(19, 23) == 42"
+  assert reward("", "", tests=tests) + reward("", tests=tests) == [0.0] * 3
+  assert len(checked_in) == 1
+  assert checked_in[0] is not threading.current_thread()
 
 
 def test_tests_need_a_process_beside_that_of_the_answer():
