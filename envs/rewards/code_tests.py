@@ -45,9 +45,10 @@ def check(text: str) -> None:
   names = _foreign_names(symtable.symtable(text, "tests", "exec"))
   if all(name.startswith("_") or hasattr(builtins, name) for name in names):
     raise ValueError(
-      f"they name no function of the answer, but {sorted(names)}: Python's own "
-      "names, and names that begin with _, are never taken from it; call the "
-      "function by another name"
+      f"they name no function of the answer, but {sorted(names)}: what tests "
+      "define or import, Python's own names, and names that begin with _, are "
+      "never taken from it; call its function by name, without an import, or "
+      "by another name"
     )
 
 

@@ -72,10 +72,11 @@ def test_tests_that_do_not_run_are_refused(tests, reason):
     "assert _add(2, 3) == 5",
     "import math\ndef test_it():\n  x = 2\n  assert sum([x]) == math.ceil(x)",
     "def add(a, b):\n  return a + b\ndef test_it():\n  assert add(2, 3) == 5",
+    "from solution import add\ndef test_it():\n  assert add(2, 3) == 5",
   ],
 )
 def test_tests_of_nothing_but_builtins_are_refused(tests):
-  with pytest.raises(ValueError, match="no function of the answer"):
+  with pytest.raises(ValueError, match=r"no function of .* without an import"):
     code_tests.check(tests)
 
 
