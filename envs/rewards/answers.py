@@ -110,7 +110,8 @@ def find(text: str, place: Place, marker: str) -> str | None:
     found = _last_box(text[-MAX_CHARS:])
   else:
     _, mark, rest = text[-MAX_CHARS:].rpartition(marker)
-    found = rest.partition("\n")[0] if mark else ""
+    # Of **Answer:** 42 and **Answer: 42**, the emphasis is no part of it.
+    found = rest.partition("\n")[0].strip("* \t\r") if mark else ""
   return found.strip() or None
 
 

@@ -25,6 +25,7 @@ _MAX_MATH_CHARS = 1000
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"(?:[^\W\d_]{3,}|[Nn][Oo])(?: [^\W\d_]+)*")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\,|\{,\})(?=[0-9]{3}(?![0-9]))")
+_AS_LATEX = str.maketrans({"°": r"^\circ", "~": " "})
 # The base 2 of 1010_2, which math-verify leaves out.
 _BASE = re.compile(r"(?<!\^)[0-9]\s*_\s*\{?\s*(\w+)")
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
@@ -359,11 +360,11 @@ def _found(
 
 
 def _unwrapped(text: str) -> str:
-  """Returns an expression without dollar signs or a \\text around it.
+  """Returns an expression without a period, dollar signs or \\text around it.
 
   Thousands are joined, as math-verify multiplies 1 by 000 in 1\\,000.
   """
-  text = text.strip("$ ")
+  text = text.translate(_AS_LATEX).strip().removesuffix(".").strip("$ ")
   wrapped = _TEXT.fullmatch(text)
   return _THOUSANDS.sub("", wrapped[1].strip() if wrapped else text)
 

@@ -164,6 +164,11 @@ def test_text_and_numbers_are_compared(reward, expected, answer, value):
     ("10000", r"\boxed{10\,000}", 1),
     ("0", r"\boxed{10\,000}", 0),
     (r"1\,000{,}000", r"\boxed{1,000,000}", 1),
+    ("18", r"\boxed{18.}", 1),
+    (r"\text{Yes}", r"\boxed{\text{yes}.}", 1),
+    ("90^\\circ", r"\boxed{90°}", 1),
+    ("90°", r"\boxed{90}", 1),
+    ("25", r"\boxed{25~\text{cm}}", 1),
   ],
 )
 def test_expressions_in_boxes_are_compared(expected, answer, value):
