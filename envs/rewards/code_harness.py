@@ -69,6 +69,8 @@ def _coded(value: Any) -> Any:
     case complex():
       number = complex.__complex__(value)
       return {"complex": [number.real, number.imag]}
+    case _Object():
+      return {"object": value._number}
   numpy = sys.modules.get("numpy")
   if numpy and isinstance(value, numpy.generic):
     return _coded(value.item())
@@ -95,19 +97,29 @@ def _answer() -> None:
   asked, told = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
   for own in (0, 1):
     os.dup2(2, own)  # The answer reads nothing, and may print.
+  objects: list[Any] = []
+  _KINDS["object"] = objects.__getitem__
   module = types.ModuleType("answer")
   sys.modules["answer"] = module  # Dataclasses look for their module there.
   space = vars(module)
   exec(json.loads(asked.readline()), space)
   _say(told, [name for name, value in space.items() if callable(value)])
   for line in asked:
-    name, args, kwargs = _read(line)
+    owner, name, args, kwargs = _read(line)
     try:
-      value = space[name](*args, **kwargs)
+      function = space[name] if owner is None else getattr(owner, name)
+      value = function(*args, **kwargs)
     except BaseException as error:
       _say(told, _told(error))
-    else:
-      _say(told, [[], _coded(value), ""])
+      continue
+    try:
+      coded = _coded(value)
+    except TypeError:
+      if not isinstance(function, type):
+        raise
+      coded = {"object": len(objects)}
+      objects.append(value)
+    _say(told, [[], coded, ""])
 
 
 def _told(error: BaseException) -> tuple[list[str], Any, str]:
@@ -121,6 +133,27 @@ def _told(error: BaseException) -> tuple[list[str], Any, str]:
     return names, _coded(args), str(error)
   except TypeError:
     return names, None, str(error)
+
+
+class _Object:
+  """An object of a class of the answer: tests call its methods, and pass it on.
+
+  Compared, or asked whether it is true, it ends the tests, as it may stand in
+  the place of a value that a function should have returned.
+  """
+
+  def __init__(self, call: abc.Callable[..., Any], number: int):
+    self._call, self._number = call, number
+
+  def __getattr__(self, name: str) -> abc.Callable[..., Any]:
+    if name.startswith("_"):
+      raise AttributeError(name)
+    return functools.partial(self._call, self, name)
+
+  def _end(self, *_: object) -> NoReturn:
+    os._exit(1)
+
+  __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _end
 
 
 class _Answer:
@@ -143,10 +176,11 @@ class _Answer:
     self._end = end
     self.calls = 0
     self.raised: Exception | None = None
+    _KINDS["object"] = functools.partial(_Object, self._call)
     assert self._process.stdin
     _say(self._process.stdin, code)
     self.functions = {
-      name: functools.partial(self._call, name)
+      name: functools.partial(self._call, None, name)
       for name in self._hear()
       # A `len` or `all` of the answer's own would decide the tests.
       if not name.startswith("_") and not hasattr(builtins, name)
@@ -156,16 +190,19 @@ class _Answer:
     assert self._process.stdout
     return _read(self._process.stdout.readline())
 
-  def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Returns a function's value, or raises an exception as it did.
+  def _call(
+    self, owner: _Object | None, name: str, /, *args: Any, **kwargs: Any
+  ) -> Any:
+    """Returns the value of a function or a method, or raises as it did.
 
-    Of an exception class of the answer's own, tests see the nearest builtin. A
-    value that is no plain data, or none, ends the tests.
+    A class gives an `_Object`. Of an exception class of the answer's own, tests
+    see the nearest builtin. Another value that is no plain data, or none, ends
+    the tests.
     """
     assert self._process.stdin
     self.calls += 1
     try:
-      given = [name, _coded(list(args)), _coded(kwargs)]
+      given = [_coded(owner), name, _coded(list(args)), _coded(kwargs)]
     except (TypeError, RecursionError) as error:
       self._end(f"`{name}` is called with other than plain data: {error}")
     _say(self._process.stdin, given)

@@ -34,8 +34,9 @@ class UnitTests:
   functions `test...` without arguments. They call functions of the answer by
   name, with copies of plain data: None, bools, numbers, text, bytes, and lists,
   tuples, sets, frozensets and dicts of these. So no argument is a function, and
-  no change of one in place is seen. A builtin's name is Python's own, a name
-  that begins with _ is never the answer's, and what tests import they import
+  no change of one in place is seen. They call methods of its classes' objects,
+  as in `Solution().add(2, 3)`. A builtin's name is Python's own, a name that
+  begins with _ is never the answer's, and what tests import they import
   themselves. They run in another process than the answer, which can neither
   read them nor end them with a pass.
 

@@ -268,6 +268,51 @@ def f(x): return Node(x).value
 
 @pytest.mark.process
 @needs_bubblewrap
+def test_methods_of_the_answers_classes_are_called():
+  code = """
+class Pair:
+  def __init__(self, a, b=0): self.a, self.b = a, b
+class Stack:
+  def __init__(self, *items): self.items = list(items)
+  def push(self, x): self.items.append(x)
+  def pop(self): return self.items.pop()
+def total(pairs): return sum(p.a + p.b for p in pairs)
+"""
+  tests = """
+one, two = Stack(), Stack(1, 2)
+one.push((3, {4}))
+assert [one.pop(), two.pop(), two.pop()] == [(3, {4}), 2, 1]
+assert total([Pair(1, b=2), Pair(3)]) == 6
+def check(candidate):
+  assert candidate() == 7
+check(Stack(7).pop)
+try:
+  one.pop()
+except IndexError:
+  pass
+else:
+  raise AssertionError
+"""
+  assert reward(code, tests=tests) == [1.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
+@pytest.mark.parametrize(
+  "test",
+  ["assert add(2, 3)", "assert not add(2, 3)", "assert add(2, 3) != 6"],
+)
+def test_an_object_in_place_of_a_value_is_no_pass(test):
+  code = """
+class add:
+  def __init__(self, a, b): pass
+  def __eq__(self, other): return True
+"""
+  assert reward(code, tests=test) == [0.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
 @pytest.mark.parametrize(
   ("tests", "fault"),
   [
