@@ -199,7 +199,8 @@ class Rows:
       return f"{_named(self.eval_data if held_out else self.data)} is empty"
     return (
       f"{_named(self.data)}: none of its {len(self._records['train'])} rows is "
-      f"for {split} (eval_every={self.eval_every}); add rows, or eval_data"
+      f"for {split} (eval_every={self.eval_every}); add rows, or eval_data, or "
+      "change eval_every"
     )
 
   def _check_apart(self) -> None:

@@ -44,7 +44,8 @@ class UnitTests:
   call with other data, are a fault, and no reward.
 
   Attributes:
-    limits: of one answer with its tests.
+    limits: of one answer with its tests. `wall_s` below
+      `rollout.grading.deadline_s`, or an endless answer is a fault, not 0.
   """
 
   limits: sandbox.Sandbox = sandbox.Sandbox()
