@@ -1,4 +1,4 @@
-"""Unit tests as a reward of code that a model wrote."""
+"""Rewards of code that a model wrote: its unit tests, or what it prints."""
 
 import asyncio
 import dataclasses
@@ -9,7 +9,9 @@ import pathlib
 import re
 import secrets
 import textwrap
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from envs import base, call_clock, threads
 from envs.rewards import answers, code_harness, code_tests
@@ -91,6 +93,71 @@ class UnitTests:
     return True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramTests:
+  """1 if the last block of Python is a program that prints what is expected.
+
+  It is run once for each test, with the test's input as its stdin, and must
+  print the lines of the test's output, up to white space around each and around
+  all. The tests are JSON in `base.Task.answer`, as in APPS, TACO and
+  LiveCodeBench: {"inputs": [text, ..], "outputs": [text, ..]}, or
+  [{"input": text, "output": text}, ..].
+
+  Attributes:
+    limits: of one answer. `wall_s` is for all its tests together, and below
+      `rollout.grading.deadline_s`, or an endless answer is a fault, not 0.
+  """
+
+  limits: sandbox.Sandbox = sandbox.Sandbox()
+  stateless = True
+
+  def check_task(self, task: base.Task) -> None:
+    """Raises ValueError on a task without tests that a program can pass."""
+    self._tests(task)
+
+  async def __call__(
+    self, task: base.Task, transcripts: Sequence[base.Transcript]
+  ) -> Sequence[base.Grade]:
+    """Returns one grade for each transcript, in order.
+
+    Raises:
+      SandboxError: this machine has no sandbox.
+      ValueError: the task's tests are at fault, not an answer.
+    """
+    tests = await threads.call(self._tests, task)
+    passed = await asyncio.gather(
+      *(self._passes(code(t), tests) for t in transcripts)
+    )
+    return [base.Grade.single("program_tests", p) for p in passed]
+
+  def _tests(self, task: base.Task) -> list[tuple[str, str]]:
+    tests = _program_tests(task)
+    longest = max(len(output) for _, output in tests)
+    if longest > self.limits.output_kib * 1024:
+      raise ValueError(
+        f"task {task.id} expects {longest} characters, above limits.output_kib="
+        f"{self.limits.output_kib}; raise that"
+      )
+    return tests
+
+  async def _passes(
+    self, answer: str, tests: Sequence[tuple[str, str]]
+  ) -> bool:
+    if not answer.strip():
+      return False
+    async with _SLOTS.place():
+      end_s = time.monotonic() + self.limits.wall_s
+      for given, expected in tests:
+        # A sandbox has at least 0.1 s.
+        if (left_s := end_s - time.monotonic()) < 0.1:
+          return False
+        limits = dataclasses.replace(self.limits, wall_s=left_s)
+        done = await limits.run(answer, given)
+        if done.status != "ok" or _lines(done.stdout) != _lines(expected):
+          return False
+    return True
+
+
 def code(transcript: base.Transcript) -> str:
   """Returns the last block of Python in the last answer; "" if it has none.
 
@@ -132,6 +199,38 @@ def _tests(task: base.Task) -> str:
   except ValueError as error:
     raise ValueError(f"{out} that could fail: {error}") from error
   return task.answer
+
+
+def _program_tests(task: base.Task) -> list[tuple[str, str]]:
+  """Returns pairs of an input and the expected output.
+
+  Raises:
+    ValueError: there are none, or a program without a line passes them.
+  """
+  out = f"task {task.id} has no tests for reward program_tests"
+  try:
+    tests: Any = json.loads(task.answer or "")
+    if isinstance(tests, dict):
+      if tests.get("fn_name"):
+        raise ValueError(f"fn_name={tests['fn_name']!r} is of functions")
+      pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+    else:
+      pairs = ((test["input"], test["output"]) for test in tests)
+    pairs = list(pairs)
+  except (ValueError, TypeError, LookupError, RecursionError) as error:
+    raise ValueError(
+      f'{out}: its source must give {{"inputs": [..], "outputs": [..]}} or '
+      f'[{{"input": .., "output": ..}}, ..] as JSON: {error!r}'
+    ) from error
+  if not all(isinstance(text, str) for pair in pairs for text in pair):
+    raise ValueError(f"{out}: inputs and outputs must be text")
+  if not any(output.strip() for _, output in pairs):
+    raise ValueError(f"{out} that could fail: no output has any text")
+  return pairs
+
+
+def _lines(text: str) -> list[str]:
+  return [line.strip() for line in text.strip().split("\n")]
 
 
 @functools.cache

@@ -1,8 +1,10 @@
 """Code that is tried by unit tests: right, wrong, and cheating."""
 
 import asyncio
+import json
 import shutil
 import threading
+import time
 
 import pytest
 
@@ -431,6 +433,70 @@ def test_tests_are_checked_once_for_all_answers_and_in_a_thread(monkeypatch):
   assert reward("", "", tests=tests) + reward("", tests=tests) == [0.0] * 3
   assert len(checked_in) == 1
   assert checked_in[0] is not threading.current_thread()
+
+
+SUMS = {"inputs": ["1 2\n", "-3\n5"], "outputs": ["3\n", "2"]}
+PROGRAMS = {
+  "import sys\nprint(sum(map(int, sys.stdin.read().split())))": 1.0,
+  "def main():\n  print(sum(map(int, open(0).read().split())), ' \\n')\n"
+  "if __name__ == '__main__':\n  main()": 1.0,
+  "print(sum(map(int, input().split())))": 0.0,
+  "print(3)": 0.0,
+  "import sys\nprint(3 if '1' in input() else 2)\nsys.exit(1)": 0.0,
+  "while True: pass": 0.0,
+}
+
+
+@pytest.mark.process
+@needs_bubblewrap
+@pytest.mark.parametrize(
+  "tests",
+  [
+    SUMS,
+    [
+      {"input": given, "output": wanted, "testtype": "stdin"}
+      for given, wanted in zip(SUMS["inputs"], SUMS["outputs"], strict=True)
+    ],
+  ],
+)
+def test_programs_are_paid_for_what_they_print(tests):
+  task = base.Task("code/train/0", 0, "train", 0, json.dumps(tests))
+  programs = code_reward.ProgramTests(limits=LIMITS)
+  answers = [transcript(f"```python\n{code}\n```") for code in PROGRAMS]
+  grades = asyncio.run(programs(task, [*answers, transcript("3")]))
+  assert [g.value for g in grades] == [*PROGRAMS.values(), 0.0]
+
+
+@pytest.mark.process
+@needs_bubblewrap
+def test_all_tests_of_a_program_have_the_wall_time_together():
+  tests = {"inputs": [""] * 100, "outputs": ["1"] * 100}
+  task = base.Task("code/train/0", 0, "train", 0, json.dumps(tests))
+  programs = code_reward.ProgramTests(limits=sandbox.Sandbox(wall_s=2))
+  slow = "```python\nimport time\ntime.sleep(1)\nprint(1)\n```"
+  begun = time.monotonic()
+  assert asyncio.run(programs(task, [transcript(slow)]))[0].value == 0
+  assert time.monotonic() - begun < 50
+
+
+@pytest.mark.parametrize(
+  ("tests", "reason"),
+  [
+    (None, "must give"),
+    ("assert add(2, 3) == 5", "must give"),
+    ('{"inputs": ["1"]}', "KeyError.*outputs"),
+    ('{"inputs": ["1", "2"], "outputs": ["1"]}', "shorter"),
+    ('{"inputs": [[1]], "outputs": [[1]], "fn_name": "f"}', "of functions"),
+    ('{"inputs": ["1"], "outputs": [["1"]]}', "must be text"),
+    ('{"inputs": ["1"], "outputs": [" "]}', "could fail"),
+    ("[]", "could fail"),
+    (json.dumps([{"input": "", "output": "1" * 65537}]), "output_kib=64"),
+  ],
+)
+def test_a_task_that_no_program_can_pass_or_fail_is_refused(tests, reason):
+  task = base.Task("code/train/0", 0, "train", 0, tests)
+  with pytest.raises(ValueError, match=rf"code/train/0 .*{reason}"):
+    code_reward.ProgramTests().check_task(task)
 
 
 def test_tests_need_a_process_beside_that_of_the_answer():
