@@ -82,24 +82,19 @@ class OpenAI:
         "give its path, or add its directory to PATH"
       )
     for record in self.rows.known() if self.rows is not None else ():
-      self._answer(record)
+      record.answer(self.answer)
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row, if there are rows."""
     seed, answer = zlib.crc32(f"{split}/{index}".encode()), None
     if self.rows is not None:
       seed = self.rows.number(index, split)
-      answer = self._answer(self.rows.record(seed, split))
+      answer = self.rows.record(seed, split).answer(self.answer)
     return base.Task(f"{self.name}/{split}/{index}", index, split, seed, answer)
 
   def __call__(self, task: base.Task) -> Any:
     """Returns an agent (`base.Agent`), which starts the program in `run`."""
     return _Program(self, task)
-
-  def _answer(self, record: rows_lib.Record) -> str | None:
-    if self.answer is None:
-      return None
-    return record.text(self.answer, "answer")
 
 
 class _Program:

@@ -26,18 +26,33 @@ class Record:
   fields: Mapping[str, Any]
 
   def field(self, name: str, asked_by: str) -> Any:
-    """Returns the value of a field.
+    """Returns the value of a field, or of one within: reward_model.style.
 
     Raises:
       ValueError: it is missing, or null.
     """
-    if self.fields.get(name) is None:
+    value: Any = self.fields
+    for key in (name,) if name in self.fields else name.split("."):
+      value = value.get(key) if isinstance(value, Mapping) else None
+    if value is None:
       known = ", ".join(self.fields) or "none"
       raise ValueError(
         f"{self.place}: no field {name!r}, which {asked_by} asks for; the "
         f"row's fields are {known}"
       )
-    return self.fields[name]
+    return value
+
+  def answer(self, name: str | None) -> str | None:
+    """Returns the text of the field with the final answer, if there is one.
+
+    Lists and objects are written as JSON.
+    """
+    if name is None:
+      return None
+    value = self.field(name, "answer")
+    if isinstance(value, list | dict):
+      return json.dumps(value, default=str)
+    return str(value)
 
   def text(self, name: str, asked_by: str) -> str:
     """Returns the text of a field, which holds one, or a number.

@@ -74,14 +74,14 @@ class SingleTurn:
     """Raises ValueError on a file that cannot be read, or a row that lacks."""
     for record in self.rows.known():
       self.opening(record)
-      self._answer(record)
+      record.answer(self.answer)
       if self.solution is not None:
         record.text(self.solution, "solution")
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row."""
     number = self.rows.number(index, split)
-    answer = self._answer(self.rows.record(number, split))
+    answer = self.rows.record(number, split).answer(self.answer)
     return base.Task(
       f"{self.name}/{split}/{index}", index, split, number, answer
     )
@@ -131,11 +131,6 @@ class SingleTurn:
   ) -> str | base.Message:
     """Returns the solution of a row that follows from the seed."""
     return self.oracle(self.task(seed, "train"), messages)
-
-  def _answer(self, record: rows_lib.Record) -> str | None:
-    if self.answer is None:
-      return None
-    return record.text(self.answer, "answer")
 
 
 class _Question:

@@ -135,7 +135,7 @@ class ToolEnvironment:
         check()
     for record in self.rows.known() if self.rows is not None else ():
       self.arguments(0, record.fields, record.place)
-      self._answer(record)
+      record.answer(self.answer)
       if self.make is None or record.fields.get("prompt") is not None:
         record.messages("prompt", "ToolEnvironment")
 
@@ -144,13 +144,8 @@ class ToolEnvironment:
     seed, answer = zlib.crc32(f"{split}/{index}".encode()), None
     if self.rows is not None:
       seed = self.rows.number(index, split)
-      answer = self._answer(self.rows.record(seed, split))
+      answer = self.rows.record(seed, split).answer(self.answer)
     return base.Task(f"{self.name}/{split}/{index}", index, split, seed, answer)
-
-  def _answer(self, record: rows_lib.Record) -> str | None:
-    if self.answer is None:
-      return None
-    return record.text(self.answer, "answer")
 
   def __call__(self, task: base.Task) -> "_Episode":
     """Returns a fresh environment; the class is called in its `start`."""

@@ -66,6 +66,23 @@ def test_a_field_with_solutions_demonstrates():
     lacking.validate()
 
 
+def test_an_answer_may_stand_within_a_field_and_be_a_list(tmp_path):
+  row = {
+    "q": "x",
+    "reward_model": {"ground_truth": 42, "tests": ["a", {"b": 1}]},
+  }
+  for field, answer in [
+    ("reward_model.ground_truth", "42"),
+    ("reward_model.tests", '["a", {"b": 1}]'),
+  ]:
+    source = asked(tmp_path / "rows.jsonl", row, prompt="{q}", answer=field)
+    source.validate()
+    assert source.task(0, "train").answer == answer
+  lacking = dataclasses.replace(source, answer="q.truth")
+  with pytest.raises(ValueError, match=r"no field 'q\.truth', which answer"):
+    lacking.validate()
+
+
 def never(answer, row):
   raise AssertionError
 
