@@ -20,6 +20,8 @@ from envs.rewards import code_tests
     "class TestAdd:\n  def test_zero(self):\n    assert add(0, 0) == 0\n"
     "TestAdd().test_zero()",
     "@given(integers())\ndef test_add(n):\n  assert add(n, 0) == n",
+    "def test_it():\n  with pytest.raises(TypeError):\n    add(1, '')",
+    "import numpy as np\nnp.testing.assert_allclose(add(.1, .2), .3)",
     "import asyncio\nasync def test_it():\n  assert await add(1, 1) == 2\n"
     "asyncio.run(test_it())",
   ],
@@ -44,6 +46,11 @@ def test_tests_that_run_are_accepted(tests):
     (
       "import unittest\nclass T(unittest.TestCase):\n"
       "  def test_it(self):\n    assert add(2, 3) == 5\nassert add(0, 0) == 0",
+      "methods of `T` are never called",
+    ),
+    (
+      "class T(unittest.TestCase):\n"
+      "  def test_it(self):\n    self.assertEqual(add(2, 3), 5)",
       "methods of `T` are never called",
     ),
     (
