@@ -28,8 +28,10 @@ MAX_CHARS = 10_000
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _FRACTION_BEGINS = re.compile(r"(?<![-+])(?=\\[cdt]?frac)")
+# Without braces it takes a digit: \frac12 is 1/2.
 _FRACTION = re.compile(
-  r"\\[cdt]?frac\s*\{\s*(-?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}"
+  r"\\[cdt]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))"
+  r"\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?![0-9])"
 )
 _TIMES = re.compile(r"\\(?:times|cdot|div)(?![A-Za-z])")
 _EXPONENT = re.compile(r" ?\^\s*(?:[-+]?[0-9]+|\{\s*[-+]?[0-9.]+\s*\})")
@@ -154,7 +156,7 @@ def _plain(text: str) -> str:
     text = text.replace(dash, "-")
   text = text.replace("{,}", ",").replace("\\,", "")
   text = _EXPONENT.sub("²", _THIN_SPACE.sub("", text))
-  text = _FRACTION.sub(r"\1/\2", _FRACTION_BEGINS.sub(" ", text))
+  text = _FRACTION.sub(r"\1\2/\3\4", _FRACTION_BEGINS.sub(" ", text))
   text = _CURRENCY.sub("", _TIMES.sub("*", text))
   return _SPACED_MINUS.sub(r"\1\2-", text)
 

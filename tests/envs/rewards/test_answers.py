@@ -96,6 +96,8 @@ def test_an_answer_is_found_in_its_place(place, text, found):
     ("1 / 3", Fraction(1, 3)),
     ("It is -3 1/2.", Fraction(-7, 2)),
     (r"3\frac{1}{2}", Fraction(7, 2)),
+    (r"\frac12", Fraction(1, 2)),
+    (r"-\dfrac 1{12}", Fraction(-1, 12)),
     ("7, 1/2", Fraction(1, 2)),
     ("The area is 25 m^2.", 25),
     (r"25 m^{2}, or 25 \text{ m}^{-2}", 25),
@@ -176,7 +178,7 @@ def test_a_text_with_two_numbers_has_no_single_one(text, value):
   [
     r"\sqrt{5}",
     r"\frac{5}{x}",
-    r"\frac55",
+    r"\frac555",
     r"5\pi",
     "5π",
     "5!",
