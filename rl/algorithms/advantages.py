@@ -248,14 +248,14 @@ class PassAtK(_Outcome):
     return max(self.k, 2)
 
   def of_rewards(self, rewards: Rewards) -> Rewards:
-    """Returns the closed form, from rewards in ascending order."""
+    """Returns the closed form, from ascending rewards; 0 of fewer than k."""
     if self.k == 1:
       return Rloo().of_rewards(rewards)
     count, order = len(rewards), np.argsort(rewards)
     ascending = rewards[order]
     # Without the best of a set, its second is the one at place j; the k - 2
     # others come from the j below. A member that is not best changes nothing.
-    sets = math.comb(count - 1, self.k - 1)
+    sets = max(math.comb(count - 1, self.k - 1), 1)
     weights = [math.comb(j, self.k - 2) / sets for j in range(count)]
     above = np.tril(ascending[:, None] - ascending[None, :])
     gains = np.empty_like(rewards)

@@ -159,6 +159,11 @@ def test_parts_of_ones_own_are_taken():
   assert parts.validate() is None
 
 
+def test_an_estimator_of_larger_groups_than_it_is_tried_with_is_taken():
+  parts = algorithm.Algorithm(advantage=advantages.PassAtK(k=4))
+  assert parts.validate() is None
+
+
 @pytest.mark.parametrize(
   ("parts", "message"),
   [
