@@ -57,6 +57,9 @@ def of_groups(
     "truncated_share": _mean(
       [t.status is trajectory.Status.TRUNCATED for t in episodes]
     ),
+    "cut_answer_share": _mean(
+      [turn.stop == "length" for t in episodes for turn in t.turns]
+    ),
     "staleness_mean": _mean(lags),
     "staleness_max": float(max(lags, default=np.nan)),
     "faults": sum(faults.values()),

@@ -72,6 +72,14 @@ def test_a_round_is_counted_over_all_members_of_its_groups():
   assert got["faults/reward_fault"] == got["faults/engine_fault"] == 0
 
 
+def test_answers_that_a_limit_cut_are_counted_in_episodes_that_are_complete():
+  whole = _member(OK, 1.0, 3, 3)
+  last = dataclasses.replace(whole.turns[-1], stop="length")
+  cut = dataclasses.replace(whole, turns=[whole.turns[0], last])
+  got = round_metrics.of_groups([_group(whole, cut)], success=1.0, trained_at=3)
+  assert (got["cut_answer_share"], got["truncated_share"]) == (1 / 4, 0)
+
+
 def test_a_round_without_rewards_has_no_success_rather_than_none():
   groups = [_group(_member(FAULT, None), admitted=2)]
   got = round_metrics.of_groups(groups, success=1.0, trained_at=3)
@@ -123,6 +131,7 @@ def test_a_round_of_no_groups_has_no_means():
     "reward_mean",
     "turns_mean",
     "truncated_share",
+    "cut_answer_share",
     "fault_share",
     "staleness_mean",
     "staleness_max",
