@@ -22,7 +22,7 @@ class _Stretching:
   def validate(self) -> None:
     """Raises ValueError on values that cannot work."""
     for problem in self._problems():
-      raise ValueError(f"rope_scaling.{problem}")
+      raise ValueError(f"model.rope_scaling.{problem}")
 
   def _problems(self) -> Iterator[str]:
     if not 1 <= self.factor < math.inf:

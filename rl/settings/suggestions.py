@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rl.settings import annotations, short_names
 
-_EXAMPLES = {bool: "true", int: "4", float: "0.1", str: "NAME"}
+_EXAMPLES = {bool: "true", int: "4", float: "1.0", str: "NAME"}
 
 
 def form(maker: Any, depth: int = 3) -> str:

@@ -143,5 +143,6 @@ def test_llama3_spares_what_turns_often():
   ],
 )
 def test_a_scaling_that_cannot_work_is_refused(scaling, message):
-  with pytest.raises(ValueError, match=re.escape(f"rope_scaling.{message}")):
+  words = re.escape(f"model.rope_scaling.{message}")
+  with pytest.raises(ValueError, match=words):
     scaling.validate()

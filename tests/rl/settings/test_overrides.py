@@ -143,14 +143,14 @@ def test_json_makes_an_equal_tree():
     ({"loss": 3}, "config.loss=3: expected Loss"),
     (
       {"loss": {"class": "@Plain"}},
-      "config.loss: needs scale, as in plain(scale=0.1)",
+      "config.loss: needs scale, as in plain(scale=1.0)",
     ),
     ({"loss": {"class": "@Thawed"}}, "@Thawed must be a frozen dataclass"),
     ({"loss": {"class": "@Gone"}}, "config.loss: cannot import @Gone"),
     (
       {"loss": {"class": "tests.old.Plain"}},
       "tests.old.Plain: module 'tests' has no attribute 'old'; did you mean "
-      "plain(scale=0.1) (@Plain)?",
+      "plain(scale=1.0) (@Plain)?",
     ),
     (
       {"class": "tests.old.Tree"},

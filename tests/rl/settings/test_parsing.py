@@ -156,7 +156,7 @@ def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
     (
       "loss",
       "3",
-      "--config.loss=3: expected Loss, such as clipped, plain(scale=0.1)",
+      "--config.loss=3: expected Loss, such as clipped, plain(scale=1.0)",
     ),
     (
       "pool",
@@ -200,7 +200,7 @@ def test_object_is_replaced_by_its_class_and_arguments(path, text, value):
     ("loss", "@Clipped(scale=x)", "--config.loss.scale=x: expected float"),
     ("loss", "@Clipped(scael=2)", "no such field; did you mean scale?"),
     ("loss", "@Bare(n=3)", "loss.n: bare has no such field; it has none"),
-    ("loss", "@Plain()", "--config.loss: needs scale, as in plain(scale=0.1)"),
+    ("loss", "@Plain()", "--config.loss: needs scale, as in plain(scale=1.0)"),
     (
       "loss",
       "@Clipped(scale=0)",

@@ -66,6 +66,8 @@ def test_everything_on_offer_is_taken_as_it_is_typed(path):
     for name in path.split("."):
       tree = getattr(tree, name)
     assert type(tree) is annotations.made(maker)
+    if path.startswith("model."):
+      tree.validate()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_parts_are_typed_by_their_short_names(path, text, value):
       "",
     ),
     ("algorithm.kl", "KlPenalty", "kl_penalty", ""),
-    ("algorithm.correction", "icepop", "ice_pop", "k(delta=0.1), dppo_mask,"),
+    ("algorithm.correction", "icepop", "ice_pop", "k(delta=1.0), dppo_mask,"),
     ("algorithm.advantage", "pass_k", "pass_at_k(k=4)", "grpo, dr_grpo, rloo"),
     ("algorithm.loss.aggregate", "SequenceMean", "sequence_mean", "token_mean"),
     ("optimizer", "adam", "adamw", "adamw, adafactor, muon"),
