@@ -5,11 +5,9 @@ import pathlib
 import signal
 import subprocess
 
-import numpy as np
 import pytest
 
 from launch.report import log_check
-from tests.claims import test_engine_processes
 from tests.helpers import backends_under_test as under_test
 from tests.helpers import commands, processes
 
@@ -35,21 +33,18 @@ def offer(token_file, *arguments):
 @pytest.fixture(scope="module")
 def params_alone(tmp_path_factory):
   run_dir = tmp_path_factory.mktemp("alone")
-  settings = commands.TINY | test_engine_processes.SYNC
+  settings = commands.TINY | commands.SYNC
   done = commands.launch(*commands.train(run_dir, settings))
   assert done.returncode == 0, done.stdout + done.stderr
-  return test_engine_processes.params(run_dir, 4)
+  return processes.saved_params(run_dir, 4)
 
 
 def check_same_bits(run_dir, backend, expected):
-  settings = commands.TINY | test_engine_processes.SYNC | REMOTE
+  settings = commands.TINY | commands.SYNC | REMOTE
   train = commands.train(run_dir, settings)
   done = commands.launch(*train, f"--backend={backend}")
   assert done.returncode == 0, done.stdout + done.stderr
-  found = test_engine_processes.params(run_dir, 4)
-  assert found.keys() == expected.keys()
-  for name, leaf in expected.items():
-    np.testing.assert_array_equal(leaf, found[name], err_msg=name)
+  assert processes.saved_params(run_dir, 4) == expected
   assert log_check.of_run(run_dir).violations == []
 
 
