@@ -135,25 +135,38 @@ def _told(error: BaseException) -> tuple[list[str], Any, str]:
     return names, None, str(error)
 
 
-class _Object:
-  """An object of a class of the answer: tests call its methods, and pass it on.
+class _Opaque:
+  """What ends the tests when it is compared, or asked whether it is true.
 
-  Compared, or asked whether it is true, it ends the tests, as it may stand in
-  the place of a value that a function should have returned.
+  It may stand in the place of a value that a function should have returned.
   """
-
-  def __init__(self, call: abc.Callable[..., Any], number: int):
-    self._call, self._number = call, number
-
-  def __getattr__(self, name: str) -> abc.Callable[..., Any]:
-    if name.startswith("_"):
-      raise AttributeError(name)
-    return functools.partial(self._call, self, name)
 
   def _end(self, *_: object) -> NoReturn:
     os._exit(1)
 
   __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _end
+
+
+class _Object(_Opaque):
+  """An object of the answer: tests call its methods, and pass it on."""
+
+  def __init__(self, call: abc.Callable[..., Any], number: int):
+    self._call, self._number = call, number
+
+  def __getattr__(self, name: str) -> "_Method":
+    if name.startswith("_"):
+      raise AttributeError(name)
+    return _Method(functools.partial(self._call, self, name))
+
+
+class _Method(_Opaque):
+  """A method of such an object, or an attribute, which cannot be read."""
+
+  def __init__(self, call: abc.Callable[..., Any]):
+    self._call = call
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self._call(*args, **kwargs)
 
 
 class _Answer:

@@ -302,7 +302,12 @@ else:
 @needs_bubblewrap
 @pytest.mark.parametrize(
   "test",
-  ["assert add(2, 3)", "assert not add(2, 3)", "assert add(2, 3) != 6"],
+  [
+    "assert add(2, 3)",
+    "assert not add(2, 3)",
+    "assert add(2, 3) != 6",
+    "assert add(2, 3).is_sum",
+  ],
 )
 def test_an_object_in_place_of_a_value_is_no_pass(test):
   code = """
