@@ -136,7 +136,7 @@ def _told(error: BaseException) -> tuple[list[str], Any, str]:
 
 
 class _Opaque:
-  """What ends the tests when it is compared, or asked whether it is true.
+  """A value that ends the tests when it is compared, or asked for its truth.
 
   It may stand in the place of a value that a function should have returned.
   """

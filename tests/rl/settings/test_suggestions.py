@@ -66,7 +66,7 @@ def test_everything_on_offer_is_taken_as_it_is_typed(path):
     for name in path.split("."):
       tree = getattr(tree, name)
     assert type(tree) is annotations.made(maker)
-    if path.startswith("model."):
+    if path == "model.rope_scaling":
       tree.validate()
 
 
