@@ -5,6 +5,7 @@ Here they stand in the order in which the program defines them, the important
 ones first, and a page fits two screens.
 """
 
+import difflib
 import re
 import sys
 import textwrap
@@ -37,7 +38,15 @@ def parse(argv: Sequence[str]) -> list[str]:
   except absl_flags.Error as error:
     if missing := re.match(_IS_REQUIRED, str(error)):
       error_codes.fail(f"--{missing[1]} is missing; see --help", _MISSING)
-    error_codes.fail(str(error), _WRONG_FLAG)
+    error_codes.fail(f"{error}{_setting(error)}", _WRONG_FLAG)
+
+
+def _setting(error: absl_flags.Error) -> str:
+  """Returns the setting that an unknown flag may have meant, as absl does."""
+  name, dot, rest = getattr(error, "flagname", "").partition(".")
+  known = [flag for flag in ("config",) if dot and flag in absl_flags.FLAGS]
+  near = difflib.get_close_matches(name, known)
+  return f". Did you mean: {near[0]}.{rest} ?" if near else ""
 
 
 def text(*, full: bool = False) -> str:

@@ -124,6 +124,11 @@ def test_help_ends_with_code_0(program, capsys, asked):
       "more: twinmesh explain TM-C01\n",
     ),
     (
+      "--confg.rounds=2",
+      "error: Unknown command line flag 'confg.rounds'. Did you mean: "
+      "config.rounds ?\nmore: twinmesh explain TM-C01\n",
+    ),
+    (
       "--zone=a",
       "error: --run is missing; see --help\nmore: twinmesh explain TM-C02\n",
     ),
