@@ -10,7 +10,7 @@ import re
 import secrets
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from envs import base, call_clock, threads
@@ -73,19 +73,12 @@ class UnitTests:
       ValueError: the task's tests are at fault, not an answer.
     """
     tests = await threads.call(_tests, task)
-    passed = await asyncio.gather(
-      *(self._passes(code(t), tests, task.id) for t in transcripts)
-    )
-    return [base.Grade.single("unit_tests", p) for p in passed]
+    passes = functools.partial(self._passes, tests, task.id)
+    return await _grades("unit_tests", transcripts, passes)
 
-  async def _passes(self, answer: str, tests: str, task_id: str) -> bool:
-    if not answer.strip():
-      return False
+  async def _passes(self, tests: str, task_id: str, answer: str) -> bool:
     word = secrets.token_hex(16)
-    async with _SLOTS.place():
-      done = await self.limits.run(
-        _harness(), json.dumps([answer, tests, word])
-      )
+    done = await self.limits.run(_harness(), json.dumps([answer, tests, word]))
     if done.status != "ok" or not done.stdout.startswith(word):
       return False
     if fault := done.stdout.removeprefix(word):
@@ -125,10 +118,8 @@ class ProgramTests:
       ValueError: the task's tests are at fault, not an answer.
     """
     tests = await threads.call(self._tests, task)
-    passed = await asyncio.gather(
-      *(self._passes(code(t), tests) for t in transcripts)
-    )
-    return [base.Grade.single("program_tests", p) for p in passed]
+    passes = functools.partial(self._passes, tests)
+    return await _grades("program_tests", transcripts, passes)
 
   def _tests(self, task: base.Task) -> list[tuple[str, str]]:
     tests = _program_tests(task)
@@ -141,21 +132,37 @@ class ProgramTests:
     return tests
 
   async def _passes(
-    self, answer: str, tests: Sequence[tuple[str, str]]
+    self, tests: Sequence[tuple[str, str]], answer: str
   ) -> bool:
-    if not answer.strip():
-      return False
-    async with _SLOTS.place():
-      end_s = time.monotonic() + self.limits.wall_s
-      for given, expected in tests:
-        # A sandbox has at least 0.1 s.
-        if (left_s := end_s - time.monotonic()) < 0.1:
-          return False
-        limits = dataclasses.replace(self.limits, wall_s=left_s)
-        done = await limits.run(answer, given)
-        if done.status != "ok" or _lines(done.stdout) != _lines(expected):
-          return False
+    end_s = time.monotonic() + self.limits.wall_s
+    for given, expected in tests:
+      # A sandbox has at least 0.1 s.
+      if (left_s := end_s - time.monotonic()) < 0.1:
+        return False
+      limits = dataclasses.replace(self.limits, wall_s=left_s)
+      done = await limits.run(answer, given)
+      if done.status != "ok" or _lines(done.stdout) != _lines(expected):
+        return False
     return True
+
+
+async def _grades(
+  name: str,
+  transcripts: Sequence[base.Transcript],
+  passes: Callable[[str], Awaitable[bool]],
+) -> list[base.Grade]:
+  """Returns one grade for each transcript: whether its code passes.
+
+  An answer without code does not, and each other waits for a place.
+  """
+
+  async def grade(answer: str) -> base.Grade:
+    if not answer.strip():
+      return base.Grade.single(name, False)
+    async with _SLOTS.place():
+      return base.Grade.single(name, await passes(answer))
+
+  return await asyncio.gather(*(grade(code(t)) for t in transcripts))
 
 
 def code(transcript: base.Transcript) -> str:
