@@ -336,8 +336,7 @@ class Run:
     except OSError:  # Somebody has removed the run.
       return ""
     errors = [found[1] for line in lines if (found := _ERROR.match(line))]
-    kept, *_ = workdir.failure(self.directory).splitlines() or [""]
-    return errors[-1] if errors else kept
+    return errors[-1] if errors else workdir.failure_line(self.directory)
 
   def program(self) -> contract.Program:
     """Returns what it runs, in the same directory on every host."""

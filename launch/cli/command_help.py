@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> list[str]:
 def _setting(error: absl_flags.Error) -> str:
   """Returns the setting that an unknown flag may have meant, as absl does."""
   name, dot, rest = getattr(error, "flagname", "").partition(".")
-  known = [flag for flag in ("config",) if dot and flag in absl_flags.FLAGS]
+  known = ["config"] if dot and "config" in absl_flags.FLAGS else []
   near = difflib.get_close_matches(name, known)
   return f". Did you mean: {near[0]}.{rest} ?" if near else ""
 

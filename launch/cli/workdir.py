@@ -174,6 +174,11 @@ def failure(path: str | os.PathLike) -> str:
     return ""
 
 
+def failure_line(path: str | os.PathLike) -> str:
+  """Returns the first line of `failure`."""
+  return failure(path).partition("\n")[0]
+
+
 def read(
   path: str | os.PathLike, *, as_kept: bool = True
 ) -> experiment_lib.Experiment:

@@ -187,8 +187,7 @@ def note(
 
 def remark(directory: pathlib.Path) -> str:
   """Returns what a sweep has noted about a run, or the error that ended it."""
-  first, *_ = workdir.failure(directory).splitlines() or [""]
-  return note(directory) or first
+  return note(directory) or workdir.failure_line(directory)
 
 
 def write_note(

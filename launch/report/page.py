@@ -105,7 +105,7 @@ def _without_log(path: pathlib.Path) -> RunRecords:
   except untrusted_files.BadFile:
     config = {}
     notes.append("config.json is missing or unreadable.")
-  if error := workdir.failure(path).partition("\n")[0]:
+  if error := workdir.failure_line(path):
     notes.append(f"The run failed: {error.removeprefix(error_codes.ERROR)}")
   # A run of no rounds has none of these to miss.
   told = [] if config.get("rounds") == 0 else notes
