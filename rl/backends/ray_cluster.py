@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 from rl.backends import contract, followed, host, local
@@ -33,7 +34,8 @@ class Ray:
     cpus, gpus: of each program.
     resources: further ones that its host must have, such as `{"tpu": 4}`.
     host: address of this host for the cluster; None is the one that Ray uses.
-    place_s: longest wait for a host with enough of all these.
+    place_s: longest wait for the cluster to answer, and for a host with enough
+      of all these.
   """
 
   address: str = "auto"
@@ -59,7 +61,7 @@ class Ray:
     """Connects to the cluster.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none, or it does not answer in `place_s`.
     """
     del folder
     self.validate_installed()
@@ -68,20 +70,39 @@ class Ray:
     is_ours = not ray.is_initialized()
     if is_ours:
       try:
-        ray.init(
-          self.address,
-          log_to_driver=False,
-          logging_level="warning",
-          namespace="twinmesh",
-        )
+        self._connect(ray)
       except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        why = str(error) or f"nothing came in {self.place_s:g} s"
         raise ValueError(
-          f"placement.backend.address={self.address}: no Ray answers: {error}; "
+          f"placement.backend.address={self.address}: no Ray answers: {why}; "
           "start one with `ray start --head`, and more hosts with "
           "`ray start --address=HOST:6379`"
         ) from error
     own = self.host or ray.util.get_node_ip_address()
     return _RayLauncher(self, own, is_ours)
+
+  def _connect(self, ray: Any) -> None:
+    """Connects, in a thread: Ray waits for minutes where a cluster is gone.
+
+    There it also leaves the handler of SIGTERM alone, and would warn of that.
+    """
+    connected = futures.Future[None]()
+
+    def connect():
+      try:
+        ray.init(
+          self.address,
+          log_to_driver=False,
+          logging_level="error",
+          namespace="twinmesh",
+        )
+      except BaseException as error:
+        connected.set_exception(error)
+      else:
+        connected.set_result(None)
+
+    threading.Thread(target=connect, name="ray-init", daemon=True).start()
+    connected.result(self.place_s)
 
 
 class Holder:

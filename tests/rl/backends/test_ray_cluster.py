@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -10,7 +11,18 @@ from tests.helpers import backends_under_test as under_test
 WAITS = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
 pytestmark = pytest.mark.process
 ray_cluster = pytest.importorskip("rl.backends.ray_cluster")
-pytest.importorskip("ray", reason="without ray, which `make backends` has")
+ray = pytest.importorskip(
+  "ray", reason="without ray, which `make backends` has"
+)
+
+
+def test_a_cluster_that_does_not_answer_is_given_up(monkeypatch, tmp_path):
+  never = threading.Event()
+  monkeypatch.setattr(ray, "init", lambda *_, **__: never.wait())
+  setting = ray_cluster.Ray(address="192.0.2.1:6379", place_s=0.1)
+  with pytest.raises(ValueError, match=r"no Ray answers: nothing came in 0.1"):
+    setting.open(tmp_path)
+  never.set()
 
 
 @pytest.fixture(scope="module")
