@@ -412,6 +412,7 @@ def trainer(
       max_staleness=experiment.overlap.max_staleness,
       old_logprob=experiment.overlap.old_logprob,
       epochs=algorithm.epochs,
+      mask_truncated=algorithm.mask_truncated,
       has_routers=experiment.model.num_sparse > 0,
       max_skipped=experiment.max_skipped,
     ),

@@ -35,6 +35,11 @@ class Algorithm(objective.Objective):
     advantage: estimates the advantage of each token.
     reference: the policy that `kl` compares with; None without a `kl`.
     dynamic_sampling: drops groups that teach nothing and plays others, or None.
+    mask_truncated: compares members that a limit cut with the others of their
+      group, but does not train their tokens, as if these were not in the
+      update: episodes that end as `truncated`, and those whose last answer
+      reached a limit of tokens. DAPO's overlong filtering (arXiv 2503.14476,
+      section 3.4).
     epochs: optimizer steps on the same groups. The policy that ratios are
       against stays that of `overlap.old_logprob`. For several steps on parts
       of a round see `overlap.updates_per_round`; a part has all its epochs
@@ -45,6 +50,7 @@ class Algorithm(objective.Objective):
   loss: losses.Loss = losses.ClippedSurrogate()
   reference: references.Reference | None = None
   dynamic_sampling: group_filters.DynamicSampling | None = None
+  mask_truncated: bool = False
   epochs: int = 1
   short_name = "free"
 

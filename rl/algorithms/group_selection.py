@@ -9,6 +9,7 @@ Letters: G members of a group, T sampled tokens.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal, TypeVar
@@ -45,6 +46,7 @@ def select(
   *,
   penalised: bool = False,
   keep_zero_variance: bool = False,
+  mask_truncated: bool = False,
 ) -> "Selection":
   """Selects the members to train, before anything is scored.
 
@@ -55,13 +57,14 @@ def select(
       equal their rewards.
     keep_zero_variance: whether groups without variance are trained, with
       advantages of 0, because more than their advantages has a gradient.
+    mask_truncated: whether members that a limit cut are compared only.
   """
-  trained = [usable(group) for group in groups]
+  compared = [usable(group) for group in groups]
   reasons: list[Untrained | None] = [None] * len(groups)
   pools = _pools(groups, estimator.pool)
   for pool in pools:
     inputs = [
-      return_inputs(t) for i in pool for t in _of(groups[i], trained[i])
+      return_inputs(t) for i in pool for t in _of(groups[i], compared[i])
     ]
     reason: Untrained | None = None
     if len(inputs) < estimator.min_group_size:
@@ -71,48 +74,69 @@ def select(
     for i in pool:
       reasons[i] = reason
       if reason and not (keep_zero_variance and reason == "zero_variance"):
-        trained[i] = np.zeros_like(trained[i])
-  return Selection(groups, estimator, trained, reasons, pools)
+        compared[i] = np.zeros_like(compared[i])
+  masked = [
+    np.array([mask_truncated and t.was_cut for t in group.trajectories], bool)
+    for group in groups
+  ]
+  return Selection(groups, estimator, compared, masked, reasons, pools)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-  """The trained members of the groups that are accumulated together.
+  """The members of the groups that are accumulated together.
 
   Attributes:
-    trained: by group, a mask of its members; False without a reward or a
+    compared: by group, a mask of its members; False without a reward or a
       token, or for a reason.
+    masked: by group, those of its members that are not trained even so.
     reasons: by group; None where there is something to learn.
     pools: indices of the groups whose members are compared with one another.
   """
 
   groups: Sequence[trajectory.Group]
   estimator: advantages.Estimator
-  trained: Sequence[Bool[np.ndarray, " _"]]
+  compared: Sequence[Bool[np.ndarray, " _"]]
+  masked: Sequence[Bool[np.ndarray, " _"]]
   reasons: Sequence[Untrained | None]
   pools: Sequence[Sequence[int]]
 
   @functools.cached_property
   def members(self) -> list[trajectory.Trajectory]:
-    """The trained members, group after group."""
-    pairs = zip(self.groups, self.trained, strict=True)
+    """The compared members, group after group."""
+    pairs = zip(self.groups, self.compared, strict=True)
     return [member for group, mask in pairs for member in _of(group, mask)]
+
+  @functools.cached_property
+  def trained(self) -> list[Bool[np.ndarray, " _"]]:
+    """By group, a mask of its members that are trained."""
+    pairs = zip(self.compared, self.masked, strict=True)
+    return [mask & ~left_out for mask, left_out in pairs]
+
+  @functools.cached_property
+  def is_trained(self) -> list[bool]:
+    """A flag for each of `members`."""
+    pairs = zip(self.compared, self.trained, strict=True)
+    return [flag for mask, own in pairs for flag in own[mask].tolist()]
 
   @property
   def zero_variance(self) -> list[bool]:
     """A flag for each of `members`: all of its group did equally well."""
-    pairs = zip(self.reasons, self.trained, strict=True)
+    pairs = zip(self.reasons, self.compared, strict=True)
     return [
       reason is not None for reason, mask in pairs for _ in range(sum(mask))
     ]
 
   @property
   def left_out(self) -> list[list[trajectory.Trajectory]]:
-    """The usable members of each zero-variance group that is not trained."""
+    """The usable members of each zero-variance group that is not trained.
+
+    Without the masked ones.
+    """
     return [
-      _of(group, usable(group))
-      for group, mask, reason in zip(
-        self.groups, self.trained, self.reasons, strict=True
+      _of(group, usable(group) & ~masked)
+      for group, mask, masked, reason in zip(
+        self.groups, self.compared, self.masked, self.reasons, strict=True
       )
       if reason == "zero_variance" and not mask.any()
     ]
@@ -145,7 +169,7 @@ class Selection:
         strict=True,
       )
     ]
-    ends = np.cumsum([0] + [mask.sum() for mask in self.trained]).tolist()
+    ends = np.cumsum([0] + [mask.sum() for mask in self.compared]).tolist()
     order: list[int] = []
     joined = advantages.Estimate([], [] if estimator.needs_values else None)
     for pool in self.pools:
@@ -179,19 +203,19 @@ class Selection:
 
     It is 0 for untrained members: for a log, not for a loss.
     """
-    means = iter([x.mean(dtype=np.float64) for x in estimate.advantages])
+    means = [x.mean(dtype=np.float64) for x in estimate.advantages]
     return [
-      np.array([next(means) if one else 0.0 for one in mask], np.float32)
-      for mask in self.trained
+      np.array([mean or 0.0 for mean in own], np.float32)
+      for own in self.by_group(means)
     ]
 
   def by_group(self, values: Sequence[_T]) -> list[list[_T | None]]:
     """Returns, by group, the value of each of its G members.
 
     Args:
-      values: of `members`; others have None.
+      values: of `members`; those that are not trained have None.
     """
-    left = iter(values)
+    left = itertools.compress(values, self.is_trained)
     return [
       [next(left) if one else None for one in mask] for mask in self.trained
     ]

@@ -64,7 +64,8 @@ class Dapo(algorithm.Algorithm):
   Tokens are averaged over the update, as most implementations do, and not over
   each group first.
 
-  Its penalty for long answers is `rollout.overlong`, which knows their limit.
+  Its penalty for long answers is `rollout.overlong`, which knows their limit;
+  its filter of them is `mask_truncated`.
 
   Source: arXiv 2503.14476, section 3.
   """

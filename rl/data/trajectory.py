@@ -187,6 +187,12 @@ class Trajectory:
     object.__setattr__(self, "graded_reward", graded)
 
   @property
+  def was_cut(self) -> bool:
+    """True if a limit ended the episode or its last answer."""
+    stops = [turn.stop for turn in self.turns[-1:]]
+    return self.status is Status.TRUNCATED or stops == ["length"]
+
+  @property
   def conversations(self) -> list["Trajectory"]:
     """Its conversations, each as a trajectory with the reward of all."""
     firsts = [i for i, turn in enumerate(self.turns) if i and turn.opens]

@@ -9,6 +9,7 @@ While the mesh computes one batch, the next is packed and placed on it.
 import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -115,6 +116,7 @@ class TrainerSettings:
     probe_rows: rows in which engine and learner are compared each round.
     max_staleness: rounds for which old weights are kept, to compare them.
     epochs: optimizer steps on the same groups.
+    mask_truncated: see `algorithm.Algorithm`.
     has_routers: whether the model has experts to balance.
     max_skipped: updates in a row that may be skipped for numbers that are not
       finite; one more ends the run.
@@ -129,6 +131,7 @@ class TrainerSettings:
   tail_rows: int | None = None
   shards: int = 1
   epochs: int = 1
+  mask_truncated: bool = False
   has_routers: bool = False
   max_skipped: int = 2
 
@@ -299,6 +302,7 @@ class MeshTrainer:
       self._estimator,
       penalised=self._objective.reward_kl is not None,
       keep_zero_variance=self._keep_zero_variance,
+      mask_truncated=self._settings.mask_truncated,
     )
     self._unlearnable = self._unlearnable.plus(
       selection, self._objective.loss.aggregate
@@ -330,6 +334,15 @@ class MeshTrainer:
         )
         for sample in member
       ]
+    is_trained = [
+      flag
+      for member, flag in zip(members, selection.is_trained, strict=True)
+      for _ in member
+    ]
+    if not all(is_trained):
+      keep = functools.partial(itertools.compress, selectors=is_trained)
+      samples = list(keep(samples))
+      columns = {name: list(keep(values)) for name, values in columns.items()}
     await self._accumulation.add(self.state, samples, columns)
     # The first batch of a round is a sample as good as any.
     self._probe = self._probe or next(iter(self._accumulation.batches), None)

@@ -17,7 +17,7 @@ from rl.algorithms import (
   presets,
   token_advantages,
 )
-from rl.data import batch, segment_index
+from rl.data import batch, segment_index, trajectory
 from rl.pools import placement
 from rl.runtime import mesh_thread, trace
 from rl.schedule import overlap
@@ -131,6 +131,31 @@ async def test_members_with_a_fault_are_not_trained(thread):
   # Two members of two tokens each.
   (packed,) = programs.batches
   assert packed.sampled.sum() == sums["tokens"] == 4
+
+
+async def test_members_that_a_limit_cut_are_compared_but_not_trained(thread):
+  programs = Programs()
+  mixed, equal = group(1.0, 0.0, 0.0), group(1.0, 1.0, 1.0)
+  mixed.trajectories[1].turns[-1].stop = "length"
+  equal.trajectories[0].turns[-1].stop = "length"
+  ended = dataclasses.replace(
+    equal.trajectories[1], status=trajectory.Status.TRUNCATED
+  )
+  members = [equal.trajectories[0], ended, equal.trajectories[2]]
+  equal = dataclasses.replace(equal, trajectories=members)
+
+  trainer = build(thread, programs, mask_truncated=True)
+  await trainer.begin_round(0)
+  used, _ = await trainer.accumulate([mixed, equal])
+  sums = await trainer.update()
+  assert used.trained.tolist() == [True, False, True]
+  # Of 1, 0, 0: less 1/3 over 0.57735. Of 1 and 0 they were +-0.70711.
+  np.testing.assert_allclose(used.advantages, [1.1547, 0, -0.57735], atol=5e-5)
+  assert used.by_token[1] is None
+  (packed,) = programs.batches
+  assert packed.sampled.sum() == sums["tokens"] == 4
+  # The one whole member of the group without variance is in the divisor.
+  assert programs.masked == [1.0]
 
 
 @pytest.mark.parametrize(
