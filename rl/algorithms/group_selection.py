@@ -111,7 +111,13 @@ class Selection:
   def trained(self) -> list[Bool[np.ndarray, " _"]]:
     """By group, a mask of its members that are trained."""
     pairs = zip(self.compared, self.masked, strict=True)
-    return [mask & ~left_out for mask, left_out in pairs]
+    return [mask & ~masked for mask, masked in pairs]
+
+  @property
+  def cut(self) -> list[Bool[np.ndarray, " _"]]:
+    """By group, a mask of its compared members that are not trained."""
+    pairs = zip(self.compared, self.masked, strict=True)
+    return [mask & masked for mask, masked in pairs]
 
   @functools.cached_property
   def is_trained(self) -> list[bool]:

@@ -56,7 +56,8 @@ another. `version` is the newest that every engine serves or, of what the
 learner's events, the number of rounds trained before. `tokens` were sampled,
 `length` counts all ids. `versions` are run lengths, [[version, tokens], ...],
 in the order of sampling; `members` the indices that make up the group, `used`
-the trained ones: they have `tokens`, the others `masked`. An update that was
+the trained ones: they have `tokens`, the others `masked`, and of these `cut`
+names those that a limit cut and `mask_truncated` leaves out. An update that was
 not finite is `skipped`: none of its members is trained. `microbatch` counts
 those of a round, and the `length` of a group is that of members without fault.
 """

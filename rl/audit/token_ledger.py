@@ -25,8 +25,8 @@ class Ledger:
   Attributes:
     masked: of members of trained groups that are not trained themselves.
     causes: masked tokens by cause: "faults", "not finite" (a skipped update),
-      "no advantage" (a group of zero variance, or a singleton), "unknown" (a
-      restored group).
+      "truncated" (see `mask_truncated`), "no advantage" (a group of zero
+      variance, or a singleton), "unknown" (a restored group).
     dropped: by reason; "redundant" holds the redundant members of trained
       groups too.
     in_flight: of attempts that are neither trained nor dropped.
@@ -153,8 +153,11 @@ def _causes(
     member = attempt.members.get(i, lifecycle.MemberRecord())
     if member.outcome == "fault":
       cause = "faults"
+    elif trained.get("skipped"):
+      cause = "not finite"
     else:
-      cause = "not finite" if trained.get("skipped") else "no advantage"
+      is_cut = i in trained.get("cut", ())
+      cause = "truncated" if is_cut else "no advantage"
     causes[cause] += member.sampled
   return dict(causes)
 

@@ -323,7 +323,7 @@ class Coordinator:
     number = len(this.updates) - 1
     skipped = sums.get("skipped", 0.0) >= 1  # No step was taken at all.
     for group, use in zip(this.groups[first:], this.uses[first:], strict=True):
-      self._log_trained(group, use.trained & (not skipped), number, skipped)
+      self._log_trained(group, use, number, skipped)
     self._log.emit(
       "update",
       version=self._trained,
@@ -350,12 +350,14 @@ class Coordinator:
   def _log_trained(
     self,
     group: trajectory.Group,
-    trained: np.ndarray,
+    use: trainer_lib.MemberUse,
     number: int,
     skipped: bool,
   ) -> None:
     members = group.trajectories
-    used = [t for t, is_used in zip(members, trained, strict=True) if is_used]
+    pairs = zip(members, use.trained, strict=True)
+    used = [t for t, is_used in pairs if is_used and not skipped]
+    cut = np.flatnonzero(use.cut).tolist()
     tokens = sum(t.num_sampled for t in used)
     self._log.emit(
       "trained",
@@ -368,6 +370,7 @@ class Coordinator:
       masked=sum(t.num_sampled for t in members) - tokens,
       members=[t.index for t in members],
       used=[t.index for t in used],
+      **({"cut": [members[i].index for i in cut]} if cut else {}),
       **({"skipped": True} if skipped else {}),
     )
 

@@ -170,4 +170,5 @@ class SimulatedTransfer:
 def _used(group: trajectory.Group) -> trainer.MemberUse:
   trained = np.array([t.status.trainable for t in group.trajectories], bool)
   nothing = np.zeros(len(trained), np.float32)
-  return trainer.MemberUse(nothing, trained, [None] * len(trained))
+  cut = np.zeros_like(trained)
+  return trainer.MemberUse(nothing, trained, cut, [None] * len(trained))

@@ -49,11 +49,13 @@ class MemberUse(NamedTuple):
 
   Attributes:
     advantages: means over the tokens of each; 0 for one that is not trained.
+    cut: compared with the others, but not trained because a limit cut it.
     by_token: of the tokens of each; None for one that is not trained.
   """
 
   advantages: Float32[np.ndarray, " G"]
   trained: Bool[np.ndarray, " G"]
+  cut: Bool[np.ndarray, " G"]
   by_token: Sequence[TokenUse | None]
 
 
@@ -117,6 +119,7 @@ class TrainerSettings:
     max_staleness: rounds for which old weights are kept, to compare them.
     epochs: optimizer steps on the same groups.
     mask_truncated: see `algorithm.Algorithm`.
+    refresh_reference: rounds after which the policy becomes the reference.
     has_routers: whether the model has experts to balance.
     max_skipped: updates in a row that may be skipped for numbers that are not
       finite; one more ends the run.
@@ -132,6 +135,7 @@ class TrainerSettings:
   shards: int = 1
   epochs: int = 1
   mask_truncated: bool = False
+  refresh_reference: int | None = None
   has_routers: bool = False
   max_skipped: int = 2
 
@@ -282,6 +286,10 @@ class MeshTrainer:
     All groups of the round are valued by the critic as it is now.
     """
     self._version, self._number = version, 0
+    every = self._settings.refresh_reference
+    if every and version and version % every == 0:
+      refer = self._programs.refer
+      self._state = await self._thread.run("refer", refer, self.state)
     oldest = version - self._settings.max_staleness
     self._served = {v: p for v, p in self._served.items() if v >= oldest}
     self._served[version] = self.state.params
@@ -353,6 +361,7 @@ class MeshTrainer:
         MemberUse,
         selection.mean_advantages(estimate),
         selection.trained,
+        selection.cut,
         selection.by_group(tokens),
       )
     )

@@ -159,6 +159,7 @@ def parts(loss, advantage, **others):
     "reference": None,
     "dynamic_sampling": None,
     "epochs": 1,
+    "mask_truncated": False,
     "value": value_loss.ValueLoss(weight=0.5, clip=0.2, through_body=True),
     "entropy_bonus": 0.0,
     "entropy_on_zero_variance": False,

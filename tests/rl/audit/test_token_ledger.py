@@ -119,21 +119,27 @@ def test_the_ledger_reads_as_a_sum():
 
 def test_what_is_masked_is_told_by_its_cause():
   # Of 4 groups member 1 is masked. Of group 0 it has a fault, group 1 is of a
-  # skipped update in which nobody is trained, and the others have no advantage.
+  # skipped update in which nobody is trained, in group 2 a limit cut it, and
+  # the last has no advantage.
   log = logs.run(IN_FLIGHT)
   i = logs.place(log, "reward", group=0, index=1)
   fault = {"kind": "fault", "status": "env_fault", "what": "raised"}
   log = [*log[:i], log[i] | fault, *log[i + 1 :]]
   nobody = {"tokens": 0, "masked": 20, "used": [], "skipped": True}
   log = logs.change(log, "trained", where={"group": 1}, **nobody)
+  log = logs.change(log, "trained", where={"group": 2}, cut=[1])
   ledger = token_ledger.of(log)
   assert dict(ledger.causes) == {
     "faults": 10,
     "not finite": 20,
-    "no advantage": 20,
+    "truncated": 10,
+    "no advantage": 10,
   }
   assert (ledger.masked, ledger.error) == (50, 0)
-  assert "50 masked (10 faults, 20 not finite, 20 no advantage)" in str(ledger)
+  assert (
+    "50 masked (10 faults, 20 not finite, 10 truncated, 10 no advantage)"
+    in str(ledger)
+  )
 
 
 def test_why_a_restored_group_is_masked_is_not_known():

@@ -381,6 +381,21 @@ def test_faulty_environments_cost_their_tokens_and_nothing_else(fault):
   assert run.violations() == []
 
 
+def test_the_log_says_which_members_a_limit_has_cut():
+  # No episode of theirs ever ends.
+  run = virtual_run.Run(
+    overlap.sync(4),
+    source=fakes.Counting(turns=99),
+    rounds=1,
+    programs=virtual_run.Placing(),
+    packing={"mask_truncated": True},
+  ).start()
+  told = [(e["used"], e["cut"]) for e in run.of("trained")]
+  assert told == [([], [0, 1])] * 4
+  assert dict(run.ledger.causes) == {"truncated": run.ledger.sampled}
+  assert run.violations() == []
+
+
 def test_the_log_says_which_members_of_a_group_were_trained():
   # Odd members fail in their first step; the others play 3 turns of 4 ids.
   source = fakes.Counting(turns=3, fault="step", member=lambda m: m % 2 == 1)

@@ -62,6 +62,22 @@ async def test_the_ratio_compares_with_the_weights_that_were_asked_for(
   assert programs.compared_with == [-0.5 - n / 4 for n in updates]
 
 
+async def test_the_policy_becomes_the_reference_every_so_many_rounds(thread):
+  referred = []
+
+  class Referring(Programs):
+    def refer(self, state):
+      referred.append(state.params["updates"])
+      return state
+
+  trainer = build(thread, Referring(), refresh_reference=2)
+  for version in range(5):
+    await trainer.begin_round(version)
+    await trainer.accumulate([group(1.0, 0.0)])
+    await trainer.update()
+  assert referred == [2, 4]
+
+
 async def test_a_snapshot_outlives_the_updates_of_its_round_only(thread):
   programs = Programs()
 
@@ -149,6 +165,7 @@ async def test_members_that_a_limit_cut_are_compared_but_not_trained(thread):
   used, _ = await trainer.accumulate([mixed, equal])
   sums = await trainer.update()
   assert used.trained.tolist() == [True, False, True]
+  assert used.cut.tolist() == [False, True, False]
   # Of 1, 0, 0: less 1/3 over 0.57735. Of 1 and 0 they were +-0.70711.
   np.testing.assert_allclose(used.advantages, [1.1547, 0, -0.57735], atol=5e-5)
   assert used.by_token[1] is None
