@@ -413,6 +413,7 @@ def trainer(
       old_logprob=experiment.overlap.old_logprob,
       epochs=algorithm.epochs,
       mask_truncated=algorithm.mask_truncated,
+      refresh_reference=references.refresh_every(algorithm.reference),
       has_routers=experiment.model.num_sparse > 0,
       max_skipped=experiment.max_skipped,
     ),

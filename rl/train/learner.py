@@ -234,6 +234,7 @@ class Learner:
       shapes, placed._replace(opt_state=opt_state, master=master)
     )
     self._moves = optimizer_memory != "device"
+    self._reference: references.Memory | None = reference
     trained, _ = train_state.split(placed.params, placed.critic)
     replicated: Any = layout.sharding()
     sums = Accumulator(trained, replicated)
@@ -283,12 +284,21 @@ class Learner:
     trainable, _ = train_state.split(params, critic)
     opt_state, updates, master = self._begin(trainable)
     opt_state, master = self._put_away(opt_state, master)
-    reference = self._placed.reference
-    if reference is not None:
-      reference = jax.device_put(params, reference)
-    return train_state.TrainState(
-      params, opt_state, updates, master, critic, reference
+    return self.refer(
+      train_state.TrainState(params, opt_state, updates, master, critic)
     )
+
+  def refer(self, state: train_state.TrainState) -> train_state.TrainState:
+    """Returns the state with its parameters as the reference, if it has one.
+
+    They share memory on devices: an update leaves parameters as they are.
+    """
+    if self._reference is None:
+      return state
+    params = state.params
+    if self._reference != "device":
+      params = jax.device_put(params, self._placed.reference)
+    return state._replace(reference=params)
 
   def put(self, state: train_state.TrainState) -> train_state.TrainState:
     """Returns a state of arrays of this process, for the programs to use."""

@@ -214,10 +214,12 @@ async def test_a_process_that_compiles_for_longer_is_waited_for():
 
 
 VARIANTS = {
-  "recomputed, two epochs, the first weights as reference": {
+  "recomputed, two epochs, first and later weights as reference": {
     "overlap": dataclasses.replace(overlap.sync(4), old_logprob="recompute"),
     "algorithm": presets.Grpo(
-      epochs=2, kl=kl.KlPenalty(weight=1.0), reference=references.Initial()
+      epochs=2,
+      kl=kl.KlPenalty(weight=1.0),
+      reference=references.Initial(refresh_every=1),
     ),
   },
   "kept, a critic, Muon": {

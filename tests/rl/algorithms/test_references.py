@@ -103,6 +103,11 @@ def test_the_first_weights_are_kept_through_updates_and_a_checkpoint(
   assert kinds == {references.MEMORY_KINDS[memory]}
   again = on_mesh(updated, programs, again, 1)
   np.testing.assert_array_equal(scored(reference, programs, again), first)
+  second = policy(programs, again.params)
+  again = on_mesh(updated, programs, programs.refer(again), 1)
+  np.testing.assert_array_equal(scored(reference, programs, again), second)
+  kinds = {x.sharding.memory_kind for x in jax.tree.leaves(again.reference)}
+  assert kinds == {references.MEMORY_KINDS[memory]}
 
 
 def test_nobody_keeps_what_nobody_asks_for():
