@@ -52,7 +52,7 @@ class Dpo:
   def validate(self) -> None:
     """Raises ValueError unless beta is above 0, and smoothing below a half."""
     checks.finite_above(self, 0, "beta")
-    checks.within(self, 0, 0.5, "label_smoothing")
+    checks.below(self, 0.5, "label_smoothing")
 
   def __call__(self, row: packed_row.Row) -> PairTerms:
     """Returns the loss of its pair at each token; nothing is clipped."""

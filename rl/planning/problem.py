@@ -287,7 +287,7 @@ class Planning:
     checks.validate_parts(self)
     limits = ("rounds", "max_simulations", "max_choices")
     checks.at_least(self, 1, *limits, where="")
-    checks.below_one(self, "tolerance", where="")
+    checks.below(self, 1, "tolerance", where="")
     checks.within(self, 0, workload.MAX_SEED, "seed", where="")
     for _, schedule in self.space.overlaps(self.groups_per_round):
       checks.validate(schedule)

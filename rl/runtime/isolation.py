@@ -376,10 +376,13 @@ def checked_result(result: object) -> base.AgentResult:
 def checked_reward(reward: object, what: str = "reward") -> float:
   """Returns a number that is finite as float32, or raises Fault.
 
-  True is 1, and False 0.
+  True is 1, and False 0. An array of no axes, of any library, is its number.
   """
   if type(reward) is float and abs(reward) <= _MAX_REWARD:
     return reward  # The common case, and the rest takes longer.
+  if getattr(reward, "ndim", None) == 0:
+    with contextlib.suppress(Exception):
+      reward = reward.item()  # pyright: ignore[reportAttributeAccessIssue]
   # numpy's numbers are Real too, and a comparison counts as 1 or 0.
   if not isinstance(reward, (numbers.Real, np.bool_)):
     raise Fault(f"{what} is {_kind(reward)}, not a number")

@@ -133,9 +133,9 @@ def in_unit(part: object, *names: str, **words: str) -> None:
   _check(part, names, lambda x: 0 <= x <= 1, "in [0, 1]", **words)
 
 
-def below_one(part: object, *names: str, **words: str) -> None:
-  """Checks decay rates and the like."""
-  _check(part, names, lambda x: 0 <= x < 1, "in [0, 1)", **words)
+def below(part: object, bound: float, *names: str, **words: str) -> None:
+  """Checks decay rates and the like: from 0, and never the bound."""
+  _check(part, names, lambda x: 0 <= x < bound, f"in [0, {bound})", **words)
 
 
 def within(

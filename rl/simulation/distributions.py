@@ -65,7 +65,7 @@ class LogNormal:
     checks.above(self, 0, "mean", "max_value", where="")
     out = "else the mean is infinite"
     checks.above(self, 1, "tail_index", where="", out=out)
-    checks.below_one(self, "tail_share", where="")
+    checks.below(self, 1, "tail_share", where="")
 
   def quantile(self, probability: float) -> float:
     """Returns the quantile of the body or, beyond its start, of the tail."""

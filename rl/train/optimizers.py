@@ -204,7 +204,7 @@ class AdamW(Descent):
   b2: float = 0.99
   short_name = "adamw"
 
-  validate = checks.fields((Descent.validate,), (checks.below_one, "b1", "b2"))
+  validate = checks.fields((Descent.validate,), (checks.below, 1, "b1", "b2"))
 
   def _rule(self) -> optax.GradientTransformation:
     return optax.scale_by_adam(self.b1, self.b2)
@@ -335,7 +335,7 @@ class Muon(Descent):
     """Raises ValueError on a setting that cannot work."""
     super().validate()
     checks.finite_above(self, 0, "step_rms")
-    checks.below_one(self, "momentum", "b1", "b2")
+    checks.below(self, 1, "momentum", "b1", "b2")
     checks.at_least(self, 1, "iterations", out="use 5, or adamw")
 
   def _rule(self) -> optax.GradientTransformation:

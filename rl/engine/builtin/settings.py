@@ -67,7 +67,7 @@ class EngineSettings:
     names = ("bias_slots", "speculative_tokens")
     checks.at_least(self, 0, *names, where="engine")
     checks.at_least(self, 1, "speculative_rows", where="engine")
-    checks.below_one(self, "batching_delay_s", where="engine")
+    checks.below(self, 1, "batching_delay_s", where="engine")
     names = ("row_buckets", "chunk_buckets")
     out = "name one or more, or none to have them chosen"
     checks.all_at_least(self, 1, *names, where="engine", out=out)

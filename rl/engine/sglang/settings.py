@@ -63,7 +63,7 @@ class SglangSettings:
     for sizes in ("row_buckets", "token_buckets"):
       if getattr(self, sizes):  # () leaves the choice to the platform.
         checks.all_at_least(self, 1, sizes, where="engine")
-    checks.below_one(self, "memory_fraction", where="engine")
+    checks.below(self, 1, "memory_fraction", where="engine")
     checks.finite_above(
       self, 0, "memory_fraction", "patience_s", where="engine"
     )

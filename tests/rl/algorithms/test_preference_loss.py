@@ -98,7 +98,7 @@ def test_what_was_not_sampled_changes_nothing():
   ("fields", "told"),
   [
     ({"beta": 0.0}, "beta=0.0 must be a finite number above 0"),
-    ({"label_smoothing": 0.6}, "label_smoothing=0.6 must be in"),
+    ({"label_smoothing": 0.5}, "label_smoothing=0.5 must be in"),
   ],
 )
 def test_settings_that_cannot_work_are_refused(fields, told):

@@ -252,9 +252,12 @@ def test_numbers_of_numpy_are_rewards_and_any_sequence_holds_messages():
 
 
 # float32 ends at 3.4028235e38.
-@pytest.mark.parametrize("reward", [3.4e38, -3.4e38, 0, np.int64(3)])
+@pytest.mark.parametrize(
+  "reward", [3.4e38, -3.4e38, 0, np.int64(3), np.array(2)]
+)
 def test_a_reward_that_float32_can_hold_is_kept(reward):
-  assert isolation.checked_reward(reward) == reward
+  checked = isolation.checked_reward(reward)
+  assert (type(checked), checked) == (float, reward)
   assert np.isfinite(np.float32(isolation.checked_reward(reward)))
 
 
