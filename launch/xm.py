@@ -64,17 +64,19 @@ def commands(path: str, workdir: str) -> list[list[str]]:
 
 def main(argv: Sequence[str]) -> None:
   """Starts all work units, some at a time, and waits for them."""
-  from xmanager import xm  # pyright: ignore[reportMissingImports]
-
+  from rl.settings import checks
   from twinmesh import error_codes
 
   if len(argv) > 1:
     unexpected = f"unexpected arguments: {' '.join(argv[1:])}"
     error_codes.fail(unexpected, "TM-C02")
   try:
+    checks.installed("launch.xm", "xm", "xmanager")
     listed = commands(_CONFIG.value, _WORKDIR.value)
   except ValueError as error:
     error_codes.fail(error)
+  from xmanager import xm  # pyright: ignore[reportMissingImports]
+
   try:
     xm.run_in_asyncio_loop(_play)(listed)
   except RuntimeError as error:  # Of XManager, once all others have ended.

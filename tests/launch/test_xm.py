@@ -47,6 +47,20 @@ def listed(tmp_path, runs, argument="") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.process
+@pytest.mark.skipif(XMANAGER is not None, reason="XManager is installed")
+def test_without_xmanager_it_says_what_to_install():
+  command = ["-m", "launch.xm", "--config=FILE", "--workdir=DIR"]
+  done = subprocess.run(
+    [sys.executable, *command],
+    cwd=commands.ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2
+  assert "launch.xm needs xmanager: pip install 'twinmesh[xm]'" in done.stderr
+
+
+@pytest.mark.process
 def test_each_variation_is_a_command_of_its_own(tmp_path):
   done = listed(tmp_path, [{"seed": 3}, {"seed": 4, "rounds": 2}])
   assert done.returncode == 0, done.stderr
