@@ -65,9 +65,9 @@ _ATTEMPTS = absl_flags.DEFINE_integer(
 )
 _METRIC = absl_flags.DEFINE_string(
   "metric",
-  "success",
+  None,
   "Metric by which runs are compared; with a minus, as in -loss, less of it is"
-  " better.",
+  " better. By default success, or -warm_start/loss of runs without rounds.",
 )
 _MEDIAN_EVERY = absl_flags.DEFINE_integer(
   "stop_below_median_every",
@@ -106,23 +106,25 @@ def main() -> None:
       raise overrides_lib.SettingError(
         "--workdir is missing; name a directory, as in --workdir=runs/sweep"
       )
-  root, metric = pathlib.Path(_WORKDIR.value), _METRIC.value.removeprefix("-")
-  less = _METRIC.value.startswith("-")
+  root = pathlib.Path(_WORKDIR.value)
   if _TABLE.value:
     with flags.exit_on_setting_error():
-      compare(root, metric, less)
+      compare(root, *_metric(_rounds(root)))
     return
   path = absl_flags.FLAGS.config
   with flags.exit_on_setting_error():
-    comparison.check_documented(metric)
     given = flags.overrides()
     flags.load_from_command_line(experiment.check_experiment)
     runs, seen = _listed(root, path, given), dict[str, Run]()
     _check_directories(root, runs)
+    rounds = []
     for run in runs:
       settings = _loaded(run)
       _check_differs(run, settings, seen)
       _check_place(run, settings)
+      rounds.append(settings.rounds)
+    metric, less = _metric(rounds)
+    comparison.check_documented(metric)
     backend = flags.read_backend(_BACKEND.value)
     workdir.make_writable(root, f"--workdir={root}")
     lock = workdir.locked(root)
@@ -147,6 +149,32 @@ def main() -> None:
   sys.exit(1 if any(run.failed for run in runs) else 0)
 
 
+def _metric(rounds: Sequence[int]) -> tuple[str, bool]:
+  """Returns the metric that compares runs, and whether less is better.
+
+  Args:
+    rounds: of each of them.
+  """
+  is_tuning = bool(rounds) and not any(rounds)
+  name = _METRIC.value or ("-warm_start/loss" if is_tuning else "success")
+  return name.removeprefix("-"), name.startswith("-")
+
+
+def _rounds(root: pathlib.Path) -> list[int]:
+  """Returns the rounds that each run below a directory is to have."""
+  texts = [
+    comparison.read_settings(path).get("rounds", "")
+    for path in _directories(root)
+    if run_files.is_run(path)
+  ]
+  return [int(text) for text in texts if text.isdecimal()]
+
+
+def _directories(root: pathlib.Path) -> list[pathlib.Path]:
+  with _naming(root):
+    return sorted(root.iterdir()) if root.is_dir() else []
+
+
 def compare(
   root: pathlib.Path,
   metric: str,
@@ -162,11 +190,9 @@ def compare(
     ValueError: there are none, none has the metric, or the directory cannot be
       read or written.
   """
-  with _naming(root):
-    directories = sorted(root.iterdir()) if root.is_dir() else []
   runs = [
     dataclasses.replace(run, note=failures.get(run.name) or run.note)
-    for run in comparison.read(directories, metric)
+    for run in comparison.read(_directories(root), metric)
   ]
   target = root / "compare.html"
   data = view_runs.RunsDirectory(root).frozen(metric, less)

@@ -16,10 +16,13 @@ from typing import Any, NoReturn
 from launch.cli import known_programs, workdir
 from launch.report import metric_docs, run_files, thinning
 from models import untrusted_files
+from rl.loop import warm_start
 from rl.settings import checks, overrides
 
 EVALUATION = "evaluation/"
 """Begins the names of metrics of evaluations."""
+WARM_START = "warm_start/"
+"""Begins the names of metrics of steps; see `of_steps`."""
 
 _SEED = "seed"
 _LAST = 10
@@ -38,7 +41,7 @@ class ComparedRun:
     settings: each leaf of config.json as text, by its dotted name.
     values: the metric of each round that has it.
     width: rounds of a moving mean; see `width`.
-    rounds: that were trained.
+    rounds: that were trained; of a run without any, the steps.
     note: why the run is not to be taken as a whole one, or "".
   """
 
@@ -83,12 +86,13 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
   for directory in directories:
     if not run_files.is_run(directory):
       continue
-    rows = _rounds(directory)
+    settings = read_settings(directory)
+    rows = _rows(directory, settings)
     known.update(*rows.values())
     runs.append(
       ComparedRun(
         name=directory.name,
-        settings=_settings(directory),
+        settings=settings,
         values=values_of(rows, metric),
         rounds=len(rows) - (0 in rows),
         note=remark(directory),
@@ -120,12 +124,13 @@ def refuse_metric(metric: str, known: Collection[str]) -> NoReturn:
 
 def values(directory: pathlib.Path, metric: str) -> dict[int, float]:
   """Returns the metric of a run by round, for rounds that have it."""
-  return values_of(_rounds(directory), metric)
+  return values_of(_rows(directory, read_settings(directory)), metric)
 
 
 def width(metric: str) -> int:
   """Returns the rounds of a moving mean: 1 for evaluations, which are means."""
-  return 1 if metric.startswith(EVALUATION) else _LAST
+  means = (EVALUATION, f"{WARM_START}{warm_start.EVAL}")
+  return 1 if metric.startswith(means) else _LAST
 
 
 def last_mean(values: Mapping[int, float], width: int = _LAST) -> float | None:
@@ -162,11 +167,34 @@ def with_evaluations(
   return rows
 
 
-def _rounds(directory: pathlib.Path) -> dict[int, dict[str, Any]]:
-  return with_evaluations(
-    run_files.by_round(directory / "metrics.jsonl", []),
-    run_files.by_round(directory / "evaluations.jsonl", []),
-  )
+def of_steps(
+  steps: Mapping[int, Mapping[str, Any]],
+  evaluations: Mapping[int, Mapping[str, Any]],
+) -> dict[int, dict[str, Any]]:
+  """Returns the metrics by step of a run without rounds, as of fine-tuning.
+
+  They begin with "warm_start/", as in docs/metrics.md. The last step has what
+  was evaluated after it.
+  """
+  rows: dict[int, dict[str, Any]] = {}
+  for number, row in steps.items():
+    named = {f"{WARM_START}{name}": x for name, x in row.items()}
+    axes = {"time_s": row.get("time_s"), "sampled_tokens": row.get("tokens")}
+    rows[number] = named | axes
+  if rows and (last := evaluations.get(0)):
+    rows[max(rows)] |= {f"{EVALUATION}{name}": x for name, x in last.items()}
+  return rows
+
+
+def _rows(
+  directory: pathlib.Path, settings: Mapping[str, str]
+) -> dict[int, dict[str, Any]]:
+  evaluations = run_files.numbered(directory / "evaluations.jsonl", [])
+  if settings.get("rounds") == "0":
+    steps = directory / workdir.WARM_START_LINES
+    return of_steps(run_files.numbered(steps, [], "step"), evaluations)
+  metrics = run_files.numbered(directory / "metrics.jsonl", [])
+  return with_evaluations(metrics, evaluations)
 
 
 def note(
@@ -202,7 +230,8 @@ def remove_note(directory: pathlib.Path) -> None:
   (directory / _NOTE).unlink(missing_ok=True)
 
 
-def _settings(directory: pathlib.Path) -> dict[str, str]:
+def read_settings(directory: pathlib.Path) -> dict[str, str]:
+  """Returns the leaves of a run's config.json; none if it is damaged."""
   try:
     return settings_of(run_files.settings(directory))
   except (untrusted_files.BadFile, RecursionError):

@@ -109,8 +109,8 @@ def _without_log(path: pathlib.Path) -> RunRecords:
     notes.append(f"The run failed: {error.removeprefix(error_codes.ERROR)}")
   # A run of no rounds has none of these to miss.
   told = [] if config.get("rounds") == 0 else notes
-  rounds = run_files.by_round(path / "metrics.jsonl", told)
-  evaluations = run_files.by_round(path / "evaluations.jsonl", told)
+  rounds = run_files.numbered(path / "metrics.jsonl", told)
+  evaluations = run_files.numbered(path / "evaluations.jsonl", told)
   notes += [
     f"The evaluation of version {number} graded no episode: "
     f"{row.get('fault') or 'all ended in faults'}."

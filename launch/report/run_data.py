@@ -75,7 +75,7 @@ def read(path: str | os.PathLike) -> RunData:
 
 
 def _columns(path: pathlib.Path, notes: list[str]) -> Columns:
-  rows = run_files.by_round(path, notes).values()
+  rows = run_files.numbered(path, notes).values()
   names = dict.fromkeys(name for row in rows for name in row)
   return {name: _column([row.get(name) for row in rows]) for name in names}
 

@@ -84,17 +84,20 @@ def lines(
     notes.append(f"{path.name}: unreadable lines left out: {unreadable}.")
 
 
-def by_round(path: pathlib.Path, notes: list[str]) -> dict[int, dict[str, Any]]:
-  """Returns the rows of a file by their rounds, in the order of the rounds.
+def numbered(
+  path: pathlib.Path, notes: list[str], key: str = "round"
+) -> dict[int, dict[str, Any]]:
+  """Returns the rows of a file by their numbers, in the order of these.
 
   Args:
     notes: see `lines`.
+    key: field of the number.
   """
   # A resumed run repeats the rounds after its checkpoint: the last one counts.
   # The names of a long run take more memory than its numbers, unless shared.
   rows = {
-    row["round"]: {sys.intern(name): value for name, value in row.items()}
-    for row in lines(path, notes, round=int)
+    row[key]: {sys.intern(name): value for name, value in row.items()}
+    for row in lines(path, notes, **{key: int})
   }
   return dict(sorted(rows.items()))
 

@@ -30,7 +30,10 @@ _EVALUATED_S = f"{comparison.EVALUATION}time_s"
 _FIRST = ("success", "reward_mean")
 _AXES = ("rounds", "tokens", "time")
 _REPORT = "report.html"
-_NO_METRICS = ("round", f"{comparison.EVALUATION}round")
+_NO_METRICS = (
+  *("round", f"{comparison.EVALUATION}round"),
+  *(f"{comparison.WARM_START}{name}" for name in ("step", "time_s")),
+)
 
 
 class ViewedRun:
@@ -44,31 +47,48 @@ class ViewedRun:
   def __init__(self, name: str, path: pathlib.Path):
     self.name = name
     self.path = path
-    self.metrics = followed_rows.FollowedRows(path / "metrics.jsonl")
+    self._metrics = followed_rows.FollowedRows(path / "metrics.jsonl")
+    steps = path / workdir.WARM_START_LINES
+    self._steps = followed_rows.FollowedRows(steps, "step")
     self._evaluations = followed_rows.FollowedRows(path / "evaluations.jsonl")
     self._rows: tuple[Any, dict[int, dict[str, Any]]] | None = None
     self._settings: dict[str, str] = {}
     self._rounds: int | None = None
+    self._num_steps: int | None = None
     self._seen: tuple[int, int] | None = None
     self._curve: tuple[Any, dict[str, Any]] | None = None
     self._all_metrics: tuple[Any, dict[str, Any]] | None = None
 
+  @property
+  def is_tuning(self) -> bool:
+    """True if it is to have no rounds: the steps of its warm start are all."""
+    self._read_config()
+    return self._rounds == 0
+
+  @property
+  def metrics(self) -> followed_rows.FollowedRows:
+    """Rows of its rounds or, in fine-tuning, of its steps."""
+    return self._steps if self.is_tuning else self._metrics
+
   def rows(self) -> dict[int, dict[str, Any]]:
     """Returns the metrics by round, with those of evaluations after it.
 
-    See `comparison.with_evaluations`.
+    See `comparison.with_evaluations` and `of_steps`.
     """
     metrics, evaluations = self.metrics.look(), self._evaluations.look()
-    key = self.metrics.changes, self._evaluations.changes
+    key = self.is_tuning, self.metrics.changes, self._evaluations.changes
     if self._rows is None or self._rows[0] != key:
-      self._rows = key, comparison.with_evaluations(metrics, evaluations)
+      join = comparison.of_steps if key[0] else comparison.with_evaluations
+      self._rows = key, join(metrics, evaluations)
     return self._rows[1]
 
   def names(self) -> list[str]:
     """Returns the names of the metrics that some round has."""
     self.rows()
+    start = comparison.WARM_START if self.is_tuning else ""
     ours, theirs = self.metrics.names, self._evaluations.names
-    found = [*ours, *(f"{comparison.EVALUATION}{name}" for name in theirs)]
+    found = [f"{start}{name}" for name in ours]
+    found += [f"{comparison.EVALUATION}{name}" for name in theirs]
     return [name for name in found if name not in _NO_METRICS]
 
   def curve(
@@ -149,8 +169,8 @@ class ViewedRun:
 
   @property
   def rounds(self) -> int | None:
-    """Rounds that it is to have; None where the settings do not say."""
-    return self._rounds
+    """Rounds that it is to have, or else steps; None where nothing says."""
+    return self._rounds or self._num_steps
 
   def _read_config(self) -> None:
     file = self.path / _CONFIG
@@ -165,6 +185,8 @@ class ViewedRun:
       config, self._settings = {}, {}
     rounds = config.get("rounds")
     self._rounds = rounds if isinstance(rounds, int) else None
+    steps = self._settings.get("warm_start.steps", "")
+    self._num_steps = int(steps) if steps.isdecimal() else None
 
   def state(self, newest: int) -> str:
     """Returns "running", "failed", "ended" or "stopped".
@@ -177,6 +199,8 @@ class ViewedRun:
     if workdir.failure(self.path):
       return "failed"
     is_over = self._rounds is not None and newest >= self._rounds
+    if self.is_tuning:  # With its last step it gets a checkpoint of rounds.
+      is_over = bool(workdir.checkpoints(self.path))
     return "ended" if is_over else "stopped"
 
 
@@ -241,7 +265,8 @@ class RunsDirectory:
       for group, members in comparison.groups(compared).items()
       for run in members
     }
-    rows, metrics = [], dict.fromkeys(_FIRST)
+    is_tuning = bool(runs) and all(run.is_tuning for run in runs.values())
+    rows, metrics = [], dict.fromkeys(() if is_tuning else _FIRST)
     for run, seen in zip(runs.values(), compared, strict=True):
       newest = max(run.metrics.look(), default=0)
       metrics |= dict.fromkeys(run.names())
@@ -264,6 +289,7 @@ class RunsDirectory:
       "title": self.root.resolve().name,
       "runs": rows,
       "differing": names,
+      "is_tuning": is_tuning,
       "metrics": list(metrics),
     }
 

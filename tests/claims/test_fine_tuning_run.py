@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from launch.cli import workdir
+from launch.report import metric_docs
 from models import policy as policy_lib
 from models.chat import hf_chat
 from models.hf import config as hf_config
@@ -125,6 +126,10 @@ def test_preferences_are_learned_on_top(tuned, tmp_path):
   assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
   assert rows[-1]["eval/accuracy"] > 0.9
   assert rows[-1]["eval/loss"] < 0.6
+  found = {name for row in rows for name in row} - {"step", "time_s"}
+  names = {row.name for row in metric_docs.entries()}
+  told = {name for name in names if name.startswith("warm_start/")}
+  assert told == {f"warm_start/{name}" for name in found}
 
 
 def test_a_row_that_cannot_be_used_ends_the_run_with_its_line(

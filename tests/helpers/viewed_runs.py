@@ -62,6 +62,21 @@ def run(
   return path
 
 
+def tuning(path: pathlib.Path, **settings: Any) -> pathlib.Path:
+  """Writes a run of four steps of fine-tuning, evaluated at its end."""
+  path.mkdir(parents=True, exist_ok=True)
+  config = {"rounds": 0, "warm_start": {"steps": 4}, **settings}
+  (path / "config.json").write_text(json.dumps(config))
+  steps = [
+    {"step": i, "loss": 1 / i, "tokens": 100.0, "time_s": 2.0 * i}
+    for i in range(1, 5)
+  ]
+  steps[1]["eval/loss"], steps[3]["eval/loss"] = 0.75, 0.5
+  write_lines(path / "warm_start.jsonl", steps)
+  write_lines(path / "evaluations.jsonl", [{"round": 0, "success": 1.0}])
+  return path
+
+
 def closed_beside(path: pathlib.Path) -> pathlib.Path:
   """Returns the parent of a run and of a directory that cannot be looked into.
 

@@ -3,7 +3,7 @@
 import { linkTo } from "./address.js";
 import { legend, lineChart, seriesColour } from "./chart.js";
 import { caption, choice, el, format, options, section } from "./dom.js";
-import { AXES, pointsOf, smoothed } from "./series.js";
+import { axesOf, pointsOf, smoothed } from "./series.js";
 
 const SIDES = ["a", "b"];
 
@@ -11,7 +11,6 @@ export function comparePage(source, fields) {
   const page = { names: SIDES.map((side) => fields.get(side) ?? ""),
     data: null, both: [] };
   const [axis, axisLabel] = choice("Over", { id: "axis" });
-  options(axis, Object.keys(AXES), Object.values(AXES));
   const curves = section("curves", "Curves", axisLabel);
   const settings = section("settings", "Settings that differ");
   const metrics = section("metrics", "Metrics");
@@ -22,7 +21,7 @@ export function comparePage(source, fields) {
         { a: page.names[0], b: page.names[1] });
     } }));
   Object.assign(page, {
-    axis, curves, settings, metrics, metric: "success",
+    axis, curves, settings, metrics, metric: null,
     selects: choices.map(([select]) => select),
     node: el("div", {}, el("h1", {}, "Two runs"),
       el("p", { class: "bar" }, ...choices.map(([, label]) => label)),
@@ -44,6 +43,8 @@ async function loadBoth(page, source) {
   if (data === page.data && both.every((one, i) => one === page.both[i]))
     return;
   Object.assign(page, { data, both });
+  page.metric ??= data.metrics[0] ?? "success";
+  options(page.axis, Object.keys(axesOf(data)), Object.values(axesOf(data)));
   page.selects.forEach((select, i) => {
     options(select, known);
     select.value = page.names[i];
@@ -54,6 +55,7 @@ async function loadBoth(page, source) {
 function drawBoth(page) {
   if (!page.data) return;
   const { names, data, both, axis, metric } = page;
+  const label = axesOf(data)[axis.value];
   const series = both.map((run, i) => ({
     name: `${SIDES[i].toUpperCase()} ${names[i]}`, colour: seriesColour(i),
     points: smoothed(pointsOf({ ...run,
@@ -61,8 +63,8 @@ function drawBoth(page) {
   }));
   page.curves.figure.replaceChildren(
     ...(series.some(({ points }) => points.length) ? [lineChart(
-      page.curves.figure, { series, xLabel: AXES[axis.value],
-        label: `${metric} over ${AXES[axis.value]}` })] : []),
+      page.curves.figure, { series, xLabel: label,
+        label: `${metric} over ${label}` })] : []),
     legend(series.map((one) => [one.name, one.colour])),
     caption(`${metric}: ${both[0].meanings[metric] ??
       both[1].meanings[metric] ?? "means of neighbours."}`));

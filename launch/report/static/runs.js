@@ -3,7 +3,7 @@
 import { linkTo } from "./address.js";
 import { legend, lineChart, seriesColour, seriesDash } from "./chart.js";
 import { caption, choice, el, format, options, section } from "./dom.js";
-import { AXES, overSeeds, pointsOf, smoothed } from "./series.js";
+import { axesOf, overSeeds, pointsOf, smoothed } from "./series.js";
 
 const MAX_LINES = 24, MAX_COLUMNS = 12, MAX_NAME = 100;
 
@@ -26,8 +26,7 @@ export function runsPage(source) {
     el("label", {}, wide, " all settings that differ"), search, compare);
   const scroll = el("div", { class: "scroll" });
   table.figure.append(scroll, caption("Last and best are means over ten " +
-    "rounds; evaluations stand alone. Settings that differ have a column each. Ticked runs alone are drawn."));
-  options(axis, Object.keys(AXES), Object.values(AXES));
+    "rounds or steps; evaluations stand alone. Settings that differ have a column each. Ticked runs alone are drawn."));
   const title = el("h1");
   Object.assign(page, {
     isFrozen: !source.run, metric, axis, bands, wide, search, compare, scroll, title, meaning,
@@ -52,7 +51,10 @@ function compareLink({ chosen }) {
 async function loadRuns(page, source) {
   const data = await source.runs();
   const metrics = data.metrics.length ? data.metrics : ["success"];
-  if (data !== page.data) options(page.metric, metrics);
+  if (data !== page.data) {
+    options(page.metric, metrics);
+    options(page.axis, Object.keys(axesOf(data)), Object.values(axesOf(data)));
+  }
   if (!page.data && data.sort) page.sort = data.sort;
   const curves = await source.curves(page.metric.value);
   if (data === page.data && curves === page.curves) return;
@@ -95,8 +97,8 @@ function drawCurves(page, shown) {
   const more = series.length - drawn.length;
   figure.replaceChildren(
     lineChart(figure, { series: drawn, height: 320,
-      label: `${page.metric.value} over ${AXES[axis.value]}`,
-      xLabel: AXES[axis.value] }),
+      label: `${page.metric.value} over ${axesOf(page.data)[axis.value]}`,
+      xLabel: axesOf(page.data)[axis.value] }),
     legend(drawn.map((one) => [one.name, one.colour])),
     caption("Of 25 points or more: means of neighbours, a twenty-fifth of the " +
       "run each way. A band reaches from the least to the most of its runs, " +
@@ -124,7 +126,7 @@ function columnsOf({ data, curves, metric, wide }) {
   return [
     { key: "name", title: "Run", of: (run) => run.name },
     { key: "state", title: "State", of: (run) => run.state },
-    { key: "round", title: "Rounds", of: (run) => run.round,
+    { key: "round", title: data.is_tuning ? "Steps" : "Rounds", of: (run) => run.round,
       text: (run) => `${run.round} / ${format(run.rounds)}` },
     { key: "last", title: `Last ${metric.value}`, of: number("last") },
     { key: "best", title: `Best ${metric.value}`, of: number("best") },

@@ -3,10 +3,18 @@
 import { smooth } from "./chart.js";
 import { range } from "./dom.js";
 
-export const AXES = {
+const AXES = {
   rounds: "rounds", tokens: "sampled tokens", time: "seconds",
 };
+const STEP_AXES = {
+  rounds: "steps", tokens: "trained tokens", time: "seconds",
+};
 const GRID = 160, MIN_SMOOTHED = 25;
+
+// The axes and their labels; runs that all fine-tune have steps.
+export function axesOf(data) {
+  return data.is_tuning ? STEP_AXES : AXES;
+}
 
 // The values of a run over an axis, without the rounds that have none.
 export function pointsOf(run, axis) {

@@ -114,6 +114,15 @@ def test_a_directory_that_cannot_be_looked_into_is_no_run(tmp_path):
   assert one.name == "run"
 
 
+def test_runs_without_rounds_are_compared_by_their_steps(tmp_path):
+  viewed_runs.tuning(tmp_path)
+  (found,) = comparison.read([tmp_path], "warm_start/eval/loss")
+  # Held-out losses are means already.
+  assert found.values == {2: 0.75, 4: 0.5}
+  assert (found.last, found.best(True), found.rounds) == (0.5, 0.5, 4)
+  assert comparison.values(tmp_path, "evaluation/success") == {4: 1.0}
+
+
 def test_a_run_is_compared_by_its_newest_evaluation(tmp_path):
   (tmp_path / "config.json").write_text("{}")
   for name, numbers in (("metrics", (1, 2)), ("evaluations", (0, 2))):

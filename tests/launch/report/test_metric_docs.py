@@ -136,7 +136,10 @@ def test_every_name_that_a_run_writes_is_explained_once(written):
 @pytest.mark.slow
 @pytest.mark.process
 def test_nothing_is_explained_that_no_run_writes(written):
-  told = metric_docs.entries()
+  # What steps of fine-tuning write is shown by a run of pairs.
+  told = [
+    x for x in metric_docs.entries() if not x.name.startswith("warm_start/")
+  ]
   assert len(told) > 80
   unknown = [
     x.name for x in told if not any(x.matches(name) for name in written)

@@ -107,7 +107,7 @@ def test_numbers_beyond_a_float_are_none(tmp_path):
   path = tmp_path / "metrics.jsonl"
   big = "9" * 400
   path.write_text(f'{{"round": 1, "a": {big}, "b": -1e999, "c": -3}}\n')
-  found = run_files.by_round(path, [])
+  found = run_files.numbered(path, [])
   assert found == {1: {"round": 1, "a": None, "b": None, "c": -3}}
 
 
@@ -116,5 +116,5 @@ def test_segments_that_may_not_be_listed_are_a_note(tmp_path, monkeypatch):
   error = PermissionError(13, "Permission denied")
   monkeypatch.setattr("os.listdir", mock.Mock(side_effect=error))
   notes = []
-  assert not run_files.by_round(tmp_path / "metrics.jsonl", notes)
+  assert not run_files.numbered(tmp_path / "metrics.jsonl", notes)
   assert "metrics cannot be read: Permission denied" in notes[0]

@@ -126,6 +126,31 @@ def test_evaluations_are_metrics_of_the_rounds_before_them(tmp_path):
   assert directory.metrics_of("a")["last"]["evaluation/success"] == 0.75
 
 
+def test_the_steps_of_fine_tuning_are_its_rows(tmp_path):
+  path = viewed_runs.tuning(tmp_path / "a")
+  directory = runs.RunsDirectory(tmp_path)
+  found = directory.overview()
+  assert found["is_tuning"]
+  assert found["metrics"] == [
+    *(f"warm_start/{name}" for name in ("loss", "tokens", "eval/loss")),
+    "evaluation/success",
+  ]
+  (row,) = found["runs"]
+  assert (row["state"], row["round"], row["rounds"]) == ("stopped", 4, 4)
+  # Its last step leaves a checkpoint for rounds to begin with.
+  (path / "checkpoints" / "0").mkdir(parents=True)
+  assert overview(tmp_path)["runs"][0]["state"] == "ended"
+  curve = directory.curves("warm_start/loss")["runs"]["a"]
+  assert curve["tokens"] == [100.0, 200.0, 300.0, 400.0]
+  assert curve["time"] == [2.0, 4.0, 6.0, 8.0]
+  assert curve["values"] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4], rel=1e-5)
+  metrics = directory.metrics_of("a")["metrics"]
+  assert metrics["evaluation/success"] == [None, None, None, 1.0]
+  # A run with rounds beside it has those.
+  viewed_runs.run(tmp_path / "b")
+  assert not overview(tmp_path)["is_tuning"]
+
+
 def test_a_metric_that_few_rounds_have_is_one_of_the_run(tmp_path):
   path = viewed_runs.run(tmp_path / "a", 3)
   rows = viewed_runs.metrics(3)
