@@ -38,6 +38,9 @@ class Objective:
       members did equally well. Where all groups are such it is the only
       gradient of the policy, and Adam scales any gradient to full steps: the
       policy becomes random within a few rounds.
+    top_entropy_share: share of the tokens of each micro-batch, those with the
+      highest entropy, whose loss of the policy counts; the others stay in its
+      divisor. "Beyond the 80/20 rule", arXiv 2506.01939, has 0.2 (eq. 5).
     balance_weight: weight of the router's load-balance loss. It is not linear
       over micro-batches: each balances its own tokens.
     z_weight: weight of the router's z-loss; 0.001 in its source, ST-MoE, arXiv
@@ -50,6 +53,7 @@ class Objective:
   value: value_loss_lib.ValueLoss = value_loss_lib.ValueLoss()
   entropy_bonus: float = 0.0
   entropy_on_zero_variance: bool = False
+  top_entropy_share: float = 1.0
   balance_weight: float = 0.01
   z_weight: float = 0.0
 
@@ -58,6 +62,8 @@ class Objective:
     words: Any = {"where": "algorithm", "out": "use 0 to leave it out"}
     checks.finite(self, "entropy_bonus", **words)
     checks.finite_at_least(self, 0, "balance_weight", "z_weight", **words)
+    checks.above(self, 0, "top_entropy_share", where="algorithm")
+    checks.in_unit(self, "top_entropy_share", where="algorithm")
     correction = self.correction
     if correction is not None and correction.weighs and self.loss.own_weight:
       why = "both weigh each token against the policy that sampled it"
@@ -264,6 +270,9 @@ def of_batch(
   )
   terms = jax.vmap(objective.loss)(rows)
   weighed, correction = _corrected(objective, terms.loss, rows)
+  if objective.top_entropy_share < 1:
+    which = _uncertain(objective.top_entropy_share, scored.entropy, sampled)
+    weighed = jnp.where(which, weighed, 0.0)
   loss, count = _aggregate(objective, weighed, rows)
   entropy = jnp.where(sampled, scored.entropy, 0.0)
   more = -objective.entropy_bonus * entropy
@@ -311,6 +320,16 @@ def of_batch(
   total += objective.z_weight * router.z_loss
   router = router._replace(dropped=scored.aux.dropped)
   return total, sums._replace(router=router)
+
+
+def _uncertain(
+  share: float, entropy: Float[Array, "B L"], sampled: Bool[Array, "B L"]
+) -> Bool[Array, "B L"]:
+  """Returns a mask of the share of the sampled tokens with most entropy."""
+  found = jnp.where(sampled, jax.lax.stop_gradient(entropy), -jnp.inf)
+  num_kept = jnp.maximum(jnp.round(share * sampled.sum()).astype(jnp.int32), 1)
+  least = jnp.sort(found, axis=None)[found.size - num_kept]
+  return sampled & (found >= least)
 
 
 def _aggregate(

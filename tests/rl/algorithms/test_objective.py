@@ -301,6 +301,35 @@ def test_the_entropy_bonus_counts_where_its_weight_says_so():
   np.testing.assert_array_equal(weighed, everywhere * weights)
 
 
+@pytest.mark.parametrize(
+  ("share", "kept"),
+  [
+    (0.34, [[1, 0], [0, 0]]),
+    (0.67, [[1, 0], [0, 1]]),
+    (0.01, [[1, 0], [0, 0]]),
+  ],
+)
+def test_the_loss_counts_where_the_policy_is_least_sure(share, kept):
+  what = dataclasses.replace(
+    PLAIN,
+    loss=losses.Reinforce(aggregate=loss_aggregation.TokenMean()),
+    top_entropy_share=share,
+  )
+  data = alike(old=-1.0, behaviour=-1.0, advantages=2.0)
+  # One token of the four is context: there the entropy may be anything.
+  data = data._replace(sampled=jnp.array([[True, True], [False, True]]))
+  entropy = jnp.array([[0.9, 0.1], [jnp.nan, 0.5]])
+
+  def total(logprobs):
+    scored = objective.Scored(logprobs, entropy, None, None)
+    return objective.of_batch(what, scored, data, num_lags=1)
+
+  slope, sums = jax.jit(jax.grad(total, has_aux=True))(jnp.full((2, 2), -1.0))
+  np.testing.assert_array_equal(slope, -2.0 * np.array(kept))
+  # The others stay in the divisor.
+  assert (sums.tokens, sums.divisor) == (3, 3)
+
+
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_a_penalty_is_in_the_loss_or_in_the_rewards(where):
   penalty = kl.KlPenalty(where=where)
@@ -327,6 +356,12 @@ def test_weights_that_are_no_numbers_are_refused(name):
   else:
     with pytest.raises(ValueError, match=f"{name}=-0.1 must be a finite"):
       backward.validate()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, math.nan])
+def test_a_share_of_no_tokens_or_of_more_than_all_is_refused(share):
+  with pytest.raises(ValueError, match=f"top_entropy_share={share} must be"):
+    dataclasses.replace(PLAIN, top_entropy_share=share).validate()
 
 
 @pytest.mark.parametrize("loss", packed_rows.LOSSES, ids=repr)

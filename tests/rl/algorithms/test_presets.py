@@ -160,6 +160,7 @@ def parts(loss, advantage, **others):
     "dynamic_sampling": None,
     "epochs": 1,
     "mask_truncated": False,
+    "top_entropy_share": 1.0,
     "value": value_loss.ValueLoss(weight=0.5, clip=0.2, through_body=True),
     "entropy_bonus": 0.0,
     "entropy_on_zero_variance": False,
