@@ -67,6 +67,10 @@ class EngineSettings:
     names = ("bias_slots", "speculative_tokens")
     checks.at_least(self, 0, *names, where="engine")
     checks.at_least(self, 1, "speculative_rows", where="engine")
+    if self.speculative_tokens:
+      # One token comes before the first draft, and one behind it.
+      out = "to feed drafts, or use engine.speculative_tokens=0"
+      checks.at_least(self, 3, "steps_per_dispatch", where="engine", out=out)
     checks.below(self, 1, "batching_delay_s", where="engine")
     names = ("row_buckets", "chunk_buckets")
     out = "name one or more, or none to have them chosen"
@@ -124,7 +128,8 @@ class EngineSettings:
       longest: conversation to expect; None is the longest of the model.
 
     Raises:
-      ValueError: not one conversation for each part of a mesh fits.
+      ValueError: not one conversation for each part of a mesh fits, or no
+        dispatch is small enough for drafts.
     """
     longest = min(longest or config.max_length, config.max_length)
     is_long = longest >= _LONG
@@ -141,7 +146,7 @@ class EngineSettings:
     )
     pages = sizes.slots * sizes.width(longest), sizes.width(config.max_length)
     sizes = dataclasses.replace(sizes, pages=self.pages or max(pages) + 1)
-    return sizing.fit(
+    sizes = sizing.fit(
       sizes,
       config,
       rooms,
@@ -150,6 +155,13 @@ class EngineSettings:
       slots=self.slots is None,
       pages=self.pages is None,
     )
+    if self.speculative_tokens:
+      fewest = sizes.rows[0]
+      bound = f"the fewest rows of a dispatch, {fewest}: none would have drafts"
+      out = f"use {fewest} or more, or fewer rows in engine.row_buckets"
+      name, rows = "engine.speculative_rows", self.speculative_rows
+      checks.enough(name, rows, fewest, bound, out)
+    return sizes
 
   def capabilities(
     self, config: model_config.ModelConfig

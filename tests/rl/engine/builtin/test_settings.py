@@ -1,5 +1,6 @@
 """Settings of the built-in engine: refusals, and the engine that they build."""
 
+import dataclasses
 import math
 
 import pytest
@@ -82,11 +83,30 @@ def test_the_default_size_is_valid():
       r"engine.batching_delay_s=1.0 must be in \[0, 1\)",
     ),
     ({"bias_slots": -1}, "engine.bias_slots=-1 must be at least 0"),
+    (
+      {"steps_per_dispatch": 2, "speculative_tokens": 4},
+      "engine.steps_per_dispatch=2 must be at least 3; to feed drafts",
+    ),
   ],
 )
 def test_sizes_that_cannot_work_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
     engine_settings.EngineSettings(**change).validate()
+
+
+@pytest.mark.parametrize(
+  ("change", "data", "fewest"),
+  [({"row_buckets": (64, 16)}, 1, 16), ({}, 3, 9)],  # 9: what 3 divides.
+)
+def test_drafts_that_no_dispatch_would_have_are_refused(change, data, fewest):
+  plan = placement.MeshSpec(data=data, rules=sharding.DECODE).plan
+  model, rooms = model_config.tiny(max_length=64), [sizing.Room(plan)]
+  settings = engine_settings.EngineSettings(speculative_tokens=4, **change)
+  with pytest.raises(ValueError, match=f"speculative_rows=8.*use {fewest} or"):
+    settings.sizes(model, rooms)
+  for changes in ({"speculative_rows": fewest}, {"speculative_tokens": 0}):
+    sizes = dataclasses.replace(settings, **changes).sizes(model, rooms)
+    assert sizes.rows[0] == fewest
 
 
 @pytest.mark.parametrize("pages", [0, 7])

@@ -60,7 +60,9 @@ def test_slots_fit_also_where_only_some_have_drafts():
   # so from 40 slots on drafts take no room of their own, but for the ids.
   layout = sharding.Layout(sharding.make_mesh(), sharding.DECODE)
   config = dataclasses.replace(CONFIG, vocab_size=4096, max_length=64)
-  settings = dataclasses.replace(SETTINGS, slots=None, speculative_rows=8)
+  settings = dataclasses.replace(
+    SETTINGS, slots=None, row_buckets=(8, 32), speculative_rows=8
+  )
 
   def held(sizes):
     return sum(sizing.lines(sizes, config, layout, settings.extras).values())
