@@ -37,7 +37,7 @@ def propose(
   ends &= (order > 0) & (order < known[:, None] - 1)
   # One behind the last place where both stand; 0 without any.
   start = jnp.max(jnp.where(ends, order + 1, 0), 1, keepdims=True)
-  place = start + order[:num_drafts]
+  place = start + jnp.arange(num_drafts, dtype=jnp.int32)
   is_known = (start > 0) & (place < known[:, None])
   found = jnp.take_along_axis(
     history, jnp.minimum(place, history.shape[1] - 1), 1

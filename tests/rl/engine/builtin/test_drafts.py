@@ -36,6 +36,8 @@ def test_ids_behind_the_known_ones_are_not_looked_at():
   assert proposed(history, 5) == [3, 1, 2]
   # Of 7 7 the second is all that follows the first.
   assert proposed([7, 7, 7, 5, 5, 5], 3) == [7, -1, -1]
+  # Nor behind a conversation that is shorter than the drafts.
+  assert proposed([7, 7, 7], 3, num_drafts=5) == [7, -1, -1, -1, -1]
 
 
 def test_nothing_is_drafted_where_nothing_repeats():
