@@ -75,5 +75,8 @@ class ServerMetrics:
       ("sampled_tokens_total", "counter", engine.sampled_tokens),
       ("prefilled_tokens_total", "counter", engine.prefilled_tokens),
       ("cached_tokens_total", "counter", engine.cached_tokens),
+      ("drafted_tokens_total", "counter", engine.drafted_tokens),
+      ("right_drafts_total", "counter", engine.right_drafts),
+      ("preemptions_total", "counter", engine.preemptions),
     ):
       yield name, kind, {"": value}

@@ -18,7 +18,9 @@ def test_counters_are_text_of_prometheus():
   some.open("a")
   some.open("b")
   engine = scripted_engine.ScriptedEngine(lambda request: []).stats()
-  engine = dataclasses.replace(engine, version=3)
+  engine = dataclasses.replace(
+    engine, version=3, drafted_tokens=9, right_drafts=5, preemptions=2
+  )
   admitted = admission.Admission()
   with admitted.answering("", 2):
     lines = counted.text(admitted, some, engine).splitlines()
@@ -31,6 +33,9 @@ def test_counters_are_text_of_prometheus():
     "twinmesh_answers_running 2",
     "twinmesh_sessions_open 1",
     "twinmesh_engine_version 3",
+    "twinmesh_drafted_tokens_total 9",
+    "twinmesh_right_drafts_total 5",
+    "twinmesh_preemptions_total 2",
   ):
     assert line in lines
   assert all(
