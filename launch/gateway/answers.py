@@ -179,10 +179,10 @@ def decode_requests(
   room = capabilities.max_length - len(opening.tokens)
   limit = sampling.max_tokens
   if room < (1 if limit is None else limit):
+    other = "" if limit is None else f", or lower max_tokens={limit}"
     raise json_fields.BadRequest(
       f"a conversation of {len(opening.tokens)} tokens leaves room for "
-      f"{max(room, 0)} in {capabilities.max_length}, and max_tokens={limit}; "
-      "shorten one of them",
+      f"{max(room, 0)} in {capabilities.max_length}; shorten it{other}",
       "messages",
       "context_length_exceeded",
     )

@@ -547,6 +547,20 @@ def test_what_the_engine_or_the_chat_cannot_do_is_a_bad_request(
   assert words.ask("go").choices
 
 
+@pytest.mark.parametrize(
+  ("options", "out"), [({}, ""), ({"max_tokens": 1}, ", or lower max_tokens=1")]
+)
+def test_a_conversation_without_room_is_told_what_it_may_shorten(
+  words, monkeypatch, options, out
+):
+  able = dataclasses.replace(words.engine.capabilities, max_length=2)
+  monkeypatch.setattr(words.engine, "capabilities", able)
+  with pytest.raises(openai.BadRequestError) as error:
+    words.ask("go", **options)
+  body: Any = error.value.body
+  assert body["message"].endswith(f"room for 0 in 2; shorten it{out}")
+
+
 def test_words_without_an_id_are_a_bad_request(words):
   with pytest.raises(openai.BadRequestError, match="nearest is 'yes'"):
     words.ask("yess")
