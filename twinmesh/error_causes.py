@@ -808,7 +808,8 @@ CAUSES = (
     why="A run goes on with the settings that it was started with. Only those"
     " that change nothing in what was learned may differ: rounds, evaluation,"
     " retention, bounds, recovery, tracker, max_skipped, progress_timeout_s,"
-    " log_startup, engine.slots, and the processes of the placement.",
+    " log_startup, engine.slots, the learner's mesh, and the processes of the"
+    " placement.",
     cure="To go on, use the config.json of the run; for another run, another"
     " directory. The code of the config file may change between the two.",
     code_block="twinmesh train --config=runs/first/config.json"
@@ -823,7 +824,8 @@ CAUSES = (
     " optimizer of that run, or another directory",
     why="The shapes of a checkpoint follow from model, algorithm and optimizer."
     " Frozen weights below adapters are compared by checksums: the directory"
-    " of `initial` has changed since.",
+    " of `initial` has changed since or, without one, the learner's mesh, on"
+    " which drawn weights may differ in their last bits.",
     cure="Put the settings, or the initial weights, of that run back.",
     of=("rl.runtime.checkpoint:Mismatch",),
   ),

@@ -79,6 +79,7 @@ _MAY_CHANGE = (
   "tracker",
   "warm_start.checkpoint_every",
   "engine.slots",
+  "placement.learner.",
   "placement.learner_processes",
   "placement.decode_processes",
   "placement.backend",
@@ -102,8 +103,8 @@ def claim(
     SettingError: the directory cannot be written or has a path that
       checkpoints cannot have, another process uses it, it holds records of
       something else, or a run with other settings. Settings that change
-      nothing in what was learned, or only rounding (learner_processes of the
-      placement, slots of the engine), may differ: see `_MAY_CHANGE`.
+      nothing in what was learned, or only rounding (mesh and processes of the
+      learner, slots of the engine), may differ: see `_MAY_CHANGE`.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.

@@ -314,7 +314,7 @@ def check_same(saved: Mapping[str, str], found: Mapping[str, str]) -> None:
         f"the checkpoint was trained on top of frozen parameters of which "
         f"{name} has checksum {saved.get(name, 'none')}, but here it has "
         f"{found.get(name, 'none')}; use the weights that the run started "
-        "from, or another directory"
+        "from (where it drew them, on that mesh), or another directory"
       )
 
 
