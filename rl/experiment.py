@@ -489,17 +489,16 @@ class Experiment:
 
   def _validate_lengths(self) -> None:
     self._validate_vocabulary()
-    initial = self.initial
-    longest, room = self.rollout.max_tokens, self.model.max_length
+    longest, allows = self.rollout.max_tokens, ""
+    if self.initial is not None:
+      allows = f" if config.json of initial={self.initial} allows it"
     bound = f"rollout.max_tokens={longest}; an episode would not fit"
-    out = raised = f"use {longest} or more"
-    if initial is not None:
-      out = (
-        f"lower rollout.max_tokens to {room}, or {raised} if config.json of "
-        f"initial={initial} allows it"
-      )
-    checks.enough("model.max_length", room, longest, bound, out)
-    checks.enough("batch.length", self.batch.length, longest, bound, raised)
+    for setting, room, condition in (
+      ("model.max_length", self.model.max_length, allows),
+      ("batch.length", self.batch.length, ""),
+    ):
+      out = f"lower rollout.max_tokens to {room}, or use {longest} or more"
+      checks.enough(setting, room, longest, bound, out + condition)
 
   def _validate_vocabulary(self) -> None:
     """Raises when the model has too few ids.

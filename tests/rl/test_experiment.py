@@ -135,12 +135,12 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     (
       {"batch.length": "31"},
       "batch.length=31 is below rollout.max_tokens=32; an episode would not"
-      " fit; use 32 or more",
+      " fit; lower rollout.max_tokens to 31, or use 32 or more",
     ),
     (
       {"model.max_length": "31"},
       "model.max_length=31 is below rollout.max_tokens=32; an episode would"
-      " not fit; use 32 or more",
+      " not fit; lower rollout.max_tokens to 31, or use 32 or more",
     ),
     (
       {"placement.learner.expert": "3"},
