@@ -162,7 +162,7 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer(ran, checkpoints):
 
 async def test_another_base_is_refused(ran, checkpoints):
   async with counting_runs.built(experiment(seed=1)) as parts:
-    with pytest.raises(checkpoint.Mismatch, match="frozen .* on that mesh"):
+    with pytest.raises(checkpoint.Mismatch, match=r"frozen .* on that mesh"):
       await initial_state.restore(parts, checkpoints)
 
 
