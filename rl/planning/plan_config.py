@@ -33,28 +33,27 @@ def meshes(
     ValueError: the other axes do not divide the devices.
   """
   kinds = problem.fleet.by_name
-  learner = base.learner.expert * base.learner.tensor
   meshes_by_name = {
     "learner": (
-      _over(choice.devices, learner, "placement.learner"),
+      _over(choice.devices, base.learner, "placement.learner"),
       problem.fleet.first_device(choice.learner),
     )
   }
   for name, _ in choice.engines:
     taken = choice.devices if name == choice.learner else 0
-    decode = base.decode.expert * base.decode.tensor
     meshes_by_name[name] = (
-      _over(kinds[name].engine_devices, decode, "placement.decode"),
+      _over(kinds[name].engine_devices, base.decode, "placement.decode"),
       problem.fleet.first_device(name) + taken,
     )
   return meshes_by_name
 
 
-def _over(devices: int, others: int, where: str) -> int:
+def _over(devices: int, mesh: placement.MeshSpec, where: str) -> int:
+  others = mesh.size // mesh.data
   if devices % others:
     raise ValueError(
-      f"{devices} devices are not divided by {where}.expert * tensor={others} "
-      "of the base"
+      f"{devices} devices are not divided by {where}.expert * context * tensor="
+      f"{others} of the base"
     )
   return devices // others
 

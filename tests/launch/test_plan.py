@@ -150,15 +150,18 @@ def test_a_device_kind_that_trains_may_come_after_one_that_decodes():
   assert place.ranges == (range(1, 2), range(1))
 
 
-def test_meshes_keep_the_other_axes_of_the_base():
+@pytest.mark.parametrize(
+  "learner", [placement.MeshSpec(expert=2), placement.MeshSpec(context=2)]
+)
+def test_meshes_keep_the_other_axes_of_the_base(learner):
   problem, base = question(), guess_number_moe.get_config()
   split = dataclasses.replace(
     base,
-    placement=placement.Placement(learner=placement.MeshSpec(expert=2)),
+    placement=placement.Placement(learner=learner),
   )
   two = next(c for c in problem.choices() if c.devices == 2)
   mesh = plan_config.apply(problem, two, split).placement.learner
-  assert (mesh.data, mesh.expert) == (1, 2)
+  assert mesh == dataclasses.replace(learner, first_device=0)
   one = next(c for c in problem.choices() if c.devices == 1)
   assert "1 devices are not divided by" in str(
     plan_config.misfit(problem, one, split)
