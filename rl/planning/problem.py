@@ -285,12 +285,12 @@ class Planning:
   def validate(self) -> None:
     """Raises ValueError, with the bound and the way out."""
     checks.validate_parts(self)
-    limits = ("rounds", "max_simulations", "max_choices")
-    checks.at_least(self, 1, *limits, where="")
+    counts = ("groups_per_round", "rounds", "max_simulations", "max_choices")
+    checks.at_least(self, 1, *counts, where="")
     checks.below(self, 1, "tolerance", where="")
     checks.within(self, 0, workload.MAX_SEED, "seed", where="")
     for _, schedule in self.space.overlaps(self.groups_per_round):
-      checks.validate(schedule)
+      checks.validate(schedule, "space")
     if (groups := self.window.stop * self.groups_per_round) > _MAX_GROUPS:
       raise ValueError(
         f"rounds={self.rounds} behind space.max_staleness="

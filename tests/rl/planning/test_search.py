@@ -328,7 +328,7 @@ def kind(**changes):
     ),
     (
       {"space": problem_lib.Space(updates_per_round=3)},
-      "updates_per_round=3 does not divide groups_per_round=4",
+      "space.updates_per_round=3 does not divide groups_per_round=4",
     ),
     ({"rounds": 0}, "rounds=0 must be at least 1"),
     ({"tolerance": 1.0}, r"tolerance=1.0 must be in \[0, 1\)"),
