@@ -11,6 +11,8 @@ placement and routing of the best choice. With --calibrate speeds and tasks are
 those of an earlier run. Nothing touches a device.
 """
 
+import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -23,9 +25,10 @@ from absl import app
 from absl import flags as absl_flags
 
 from launch.cli import flags, steps, workdir
-from rl import experiment
+from rl import assemble, experiment, memory_plan
 from rl.planning import calibration, plan_config, search
 from rl.planning import problem as problem_lib
+from rl.pools import placement
 from rl.runtime import log_line
 from rl.settings import overrides
 from twinmesh import error_codes
@@ -114,9 +117,36 @@ def _check_out(out: pathlib.Path, base_path: str) -> None:
 def _fits(
   problem: problem_lib.Planning, base: experiment.Experiment | None
 ) -> search.Fits:
+  """Returns the check of whether the base can run a choice.
+
+  The memory of a device counts where the base states it: those of the fleet
+  are not here.
+  """
   if base is None:
     return lambda choice: None
-  return lambda choice: plan_config.misfit(problem, choice, base)
+  base = base.with_auto_dtype(base.placement.dtype())
+
+  @functools.cache
+  def excess(place: placement.Placement, max_staleness: int) -> str | None:
+    schedule = dataclasses.replace(base.overlap, max_staleness=max_staleness)
+    run = dataclasses.replace(base, placement=place, overlap=schedule)
+    programs = assemble.learner_programs(run, place.learner.plan)
+    try:
+      memory_plan.fit(run, programs, place.memory())
+    except ValueError as error:
+      # Without the shares of learner and engines, which have a line each.
+      first, *shares_and_out = str(error).splitlines()
+      return "; ".join((first.removesuffix(":"), *shares_and_out[-1:]))
+    return None
+
+  def misfit(choice: problem_lib.FleetChoice) -> str | None:
+    reason = plan_config.misfit(problem, choice, base)
+    if reason or base.placement.device_gib is None:
+      return reason
+    place = plan_config.apply(problem, choice, base).placement
+    return excess(place, choice.overlap.max_staleness)
+
+  return misfit
 
 
 def _log(one: search.ChoiceEstimate) -> None:

@@ -23,6 +23,15 @@ from tests.helpers import planned_fleets
 
 get_config = planned_fleets.guessing
 '''
+TIGHT = '''"""A run on devices with next to no memory."""
+import dataclasses
+from configs import guess_number_moe
+
+def get_config():
+  base = guess_number_moe.get_config()
+  place = dataclasses.replace(base.placement, device_gib=1e-4)
+  return dataclasses.replace(base, placement=place)
+'''
 question = planned_fleets.guessing
 
 
@@ -166,6 +175,18 @@ def test_meshes_keep_the_other_axes_of_the_base(learner):
   assert "1 devices are not divided by" in str(
     plan_config.misfit(problem, one, split)
   )
+
+
+@pytest.mark.compiled
+def test_choices_that_exceed_the_memory_of_a_device_are_refused(
+  capsys, tmp_path, fleet_file
+):
+  base = tmp_path / "base.py"
+  base.write_text(TIGHT)
+  said = refused(capsys, f"--config={fleet_file}", f"--base={base}")
+  assert re.search(r"none of \d+ choices fits, .* because the run takes", said)
+  # A tenth of the 1e-4 GiB is kept free.
+  assert "where 94.4 KiB can be used; lower batch.rows" in said
 
 
 def test_a_plan_says_what_it_is_worth_and_what_was_not_met():
