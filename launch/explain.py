@@ -1,5 +1,7 @@
 """Prints the placement and memory of a run, for `launch.train --explain`."""
 
+import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -92,8 +94,18 @@ def _fitted(
   try:
     experiment = memory_plan.fit(experiment, programs, memory)
   except ValueError as error:
-    return experiment, f"it does not fit: {error}"
+    return _least(experiment), f"it does not fit: {error}"
   return experiment, f"it fits the {size} that {all_of_it} can give"
+
+
+def _least(experiment: experiment_lib.Experiment) -> experiment_lib.Experiment:
+  """Returns the experiment with as few slots as it could do with, if unset."""
+  engine, pools = experiment.engine, experiment.placement.pools
+  if not isinstance(engine, engine_settings.EngineSettings) or engine.slots:
+    return experiment
+  slots = math.lcm(*(pool.mesh.plan.num_batch for pool in pools))
+  engine = dataclasses.replace(engine, slots=slots)
+  return dataclasses.replace(experiment, engine=engine)
 
 
 def _shared(parts: Sequence[memory_plan.Share]) -> rich.table.Table | None:

@@ -250,9 +250,10 @@ def _rooms(
 
 _RUN = (
   "the run",
-  "lower batch.rows, rollout.max_tokens or engine.slots, train adapters "
-  "(model.lora), use model.compute.dtype=bfloat16, or split placement.learner "
-  "or placement.decode over more devices",
+  "lower batch.rows, batch.length, rollout.max_tokens or engine.slots, train "
+  "adapters (model.lora), use model.compute.dtype=bfloat16, keep a part on the "
+  "host (optimizer_memory=host, model.compute.remat=host), or split "
+  "placement.learner or placement.decode over more devices",
 )
 _SERVED = (
   "the served model",

@@ -9,6 +9,7 @@ import pytest
 from launch import explain
 from launch.cli import flags
 from models import lora, memory_report
+from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
 from tests.helpers import commands, pod_run
 
@@ -91,8 +92,11 @@ def test_a_device_that_trains_and_decodes_holds_the_sum(experiment):
   # A tenth of a GiB is kept free.
   assert text.endswith("it fits the 922 MiB that each device can give\n")
   tight = dataclasses.replace(place, device_gib=0.01)
-  text = printed(dataclasses.replace(experiment, placement=tight))
+  unset = engine_settings.EngineSettings()
+  text = printed(dataclasses.replace(experiment, placement=tight, engine=unset))
   assert "it does not fit: the run takes" in text
+  # One conversation of 32 tokens, and a page beside it.
+  assert "KV cache, 48 tokens in 3 pages" in text
   unknown = dataclasses.replace(place, device_gib=None)
   text = printed(dataclasses.replace(experiment, placement=unknown))
   assert "placement.device_gib=80 plans for devices of 80 GiB" in text
