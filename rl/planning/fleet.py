@@ -84,7 +84,7 @@ class Fleet:
     weights: their way, in the place of `transfer_s`; None: they take so long.
     rewards: seats at which they are computed; None: each only takes its time.
     hosts: of environments; None: there is room for all. Costs of seats and
-      hosts are in the unit of `DeviceKind.cost`.
+      hosts are of a second here, in the unit of `DeviceKind.cost`.
     handover: link out of an engine that only encodes; None: there are none.
     kv_bytes: keys and values of an id, for that link.
   """

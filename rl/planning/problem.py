@@ -189,8 +189,8 @@ class Space:
     """Raises ValueError on a space that is empty or unknown."""
     for name in self.schedules:
       checks.known_name("space.schedules", name, SCHEDULES)
+    checks.at_least(self, 1, "points", where="space")
     out = "leave schedules out instead"
-    checks.at_least(self, 1, "points", where="space", out=out)
     checks.within(self, 1, 1000, "max_staleness", where="space", out=out)
     checks.at_least(self, 0, "prefill_points", where="space")
     for name in ("reward_seats", "hosts", "bucket_bytes"):

@@ -331,6 +331,10 @@ def kind(**changes):
       "space.updates_per_round=3 does not divide groups_per_round=4",
     ),
     ({"rounds": 0}, "rounds=0 must be at least 1"),
+    (
+      {"space": problem_lib.Space(points=0)},
+      "space.points=0 must be at least 1$",
+    ),
     ({"tolerance": 1.0}, r"tolerance=1.0 must be in \[0, 1\)"),
     (
       {"routing": problem_lib.affinity.Routing(prefer={"game": "quick"})},
