@@ -236,7 +236,8 @@ def _rooms(
   first = len(parts) - sum(pool.replicas for pool in place.pools)
   left = [memory.usable] * len(parts)
   for members in _memories(parts, memory):
-    free = memory.usable - sum(parts[i].total for i in members)
+    # The margin of `fit` may be more than there is.
+    free = max(0, memory.usable - sum(parts[i].total for i in members))
     engines = [i for i in members if i >= first]
     for i in engines:
       left[i] = min(left[i], free // len(engines))
@@ -250,10 +251,11 @@ def _rooms(
 
 _RUN = (
   "the run",
-  "lower batch.rows, batch.length, rollout.max_tokens or engine.slots, train "
-  "adapters (model.lora), use model.compute.dtype=bfloat16, keep a part on the "
-  "host (optimizer_memory=host, model.compute.remat=host), or split "
-  "placement.learner or placement.decode over more devices",
+  "lower batch.rows, batch.length, rollout.max_tokens, overlap.max_staleness "
+  "or engine.slots, train adapters (model.lora), use model.compute.dtype="
+  "bfloat16, keep a part on the host (optimizer_memory=host, "
+  "model.compute.remat=host), or split placement.learner or placement.decode "
+  "over more devices",
 )
 _SERVED = (
   "the served model",

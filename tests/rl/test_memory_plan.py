@@ -261,6 +261,8 @@ def test_32_rows_of_32k_take_their_pages_and_no_copy(gib, whole):
       r"\nlower batch.rows",
     ),
     ({"batch.rows": "400", "batch.tail_rows": "none"}, "activations, about"),
+    # It fits, by estimates that may be half of what training takes.
+    ({"overlap.max_staleness": "40"}, "where 0 B are left beside the weights"),
   ],
 )
 def test_a_run_that_does_not_fit_is_refused_with_figures(

@@ -119,8 +119,8 @@ def fit(
         f"engine: slots={count} for conversations of {longest} tokens take "
         f"{text(taken(count, least))} of a device, where {text(room_bytes)} "
         "are left beside the weights and training; lower engine.slots, "
-        "rollout.max_tokens, model.max_length or batch.rows, or split placement"
-        " over more devices"
+        "rollout.max_tokens, model.max_length, batch.rows or "
+        "overlap.max_staleness, or split placement over more devices"
       )
     sizes = dataclasses.replace(sizes, slots=num_slots, pages=num_pages)
   return sizes
