@@ -388,6 +388,16 @@ def words(source: Source) -> Sequence[str]:
   )
 
 
+def check_source(source: Source) -> None:
+  """Raises ValueError where a source lacks what every run asks of it."""
+  wanted = ("name", "task", "__call__")
+  if missing := [name for name in wanted if not hasattr(source, name)]:
+    raise ValueError(
+      f"environment {type(source).__name__} has no {', '.join(missing)}; see "
+      "envs.base.Source"
+    )
+
+
 def demonstrator(source: Source) -> Demonstrates:
   """Returns a source that can play its own tasks.
 

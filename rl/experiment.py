@@ -278,6 +278,8 @@ class Experiment:
   @functools.cached_property
   def _is_valid(self) -> bool:
     checks.validate_parts(self)
+    for source in self.sources:
+      base.check_source(source)
     grading.refuse_stateful(self.reward)
     self._validate_repeatable()
     self._validate_learner_processes()

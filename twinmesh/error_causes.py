@@ -256,7 +256,8 @@ CAUSES = (
     why="A value is read as the type of its setting: numbers, true and false,"
     " none, lists as 2,4, mappings as JSON, and objects by one of the names"
     " that the message lists, or as"
-    " name(field=1).",
+    " name(field=1). Such words are for the command line: in a config file an"
+    " object is made, as in algorithm=presets.Dapo().",
     cure="Give a value of the type that the message names. In a shell, put"
     " brackets and spaces in quotes:"
     " --config.algorithm='grpo(loss=gspo(clip_low=0.1))'.",
@@ -625,9 +626,10 @@ CAUSES = (
     title="Settings of an environment cannot work",
     sees="turns=0: give turns >= 1",
     why="The environment checks its own fields when it is made, so an override"
-    " fails before anything is played.",
-    cure="Change the field that is named. `launch.try_environment` plays some"
-    " tasks without a model and says what else is wrong.",
+    " fails before anything is played. A source of your own has a name, too.",
+    cure="Change the field that is named, or add what is missing."
+    " `launch.try_environment` plays some tasks without a model and says what"
+    " else is wrong.",
     code_block="twinmesh try --config=FILE",
     of=(
       "envs.base",

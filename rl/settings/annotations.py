@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import enum
 import inspect
+import numbers
 import pkgutil
 import re
 import types
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 SCALARS = (bool, int, float, str, types.NoneType)
+_NUMBERS = {int: numbers.Integral, float: numbers.Real}
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -151,6 +153,30 @@ def fits(own: Any, value: Any) -> bool:
   if getattr(own, "_is_protocol", False):
     return public(own) <= {*dir(value)}
   return own is Any or is_a(type(value), own)
+
+
+def takes(hint: Any, value: Any) -> bool:
+  """Returns whether a value is of a kind that an annotation asks for.
+
+  Not of which items, and an object may lack some of what a protocol names: the
+  owner of the setting says which, and why it is needed.
+  """
+  return any(_takes(member, value) for member in members(hint))
+
+
+def _takes(member: Any, value: Any) -> bool:
+  own = kind(member)
+  if own is Literal:
+    return type(value) in map(type, typing.get_args(member))
+  if own is Callable or is_a(own, type):
+    return callable(value)
+  if is_a(own, Sequence) and isinstance(value, Sequence):
+    return isinstance(value, str) == (own is str)
+  if getattr(own, "_is_protocol", False):
+    is_class = isinstance(value, type)
+    return is_setting(type(value)) or (not is_class and fits(own, value))
+  # Of Any and of type variables nothing is known.
+  return not isinstance(own, type) or isinstance(value, _NUMBERS.get(own, own))
 
 
 def public(protocol: Any) -> set[str]:

@@ -24,7 +24,7 @@ import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
-from rl.settings import short_names
+from rl.settings import parsing, short_names
 
 _MAX_TRIED = 1 << 16
 _PYTHON_S = 60.0
@@ -56,7 +56,11 @@ def validate(tree: Any, path: str = "") -> None:
 
 
 def validate_parts(tree: Any, path: str = "") -> None:
-  """Calls every `validate` below an object: its own checks may rely on them."""
+  """Calls every `validate` below an object: its own checks may rely on them.
+
+  The kinds of its values come first, as every check relies on these.
+  """
+  parsing.check_kinds(tree, path)
   for field in dataclasses.fields(tree):
     part = getattr(tree, field.name)
     # A class itself may be a setting, and is then no part.

@@ -80,6 +80,34 @@ def read_field(
   raise annotations.SettingError(message)
 
 
+def check_kinds(tree: Any, path: str) -> None:
+  """Checks that fields of an object made in Python hold what they should.
+
+  Raises:
+    SettingError: one holds something else, such as a class in the place of an
+      object, or text that the command line would take.
+  """
+  try:
+    hints = annotations.hints(type(tree))
+  except NameError:  # An import of a class of others, for type checkers alone.
+    return
+  for name, hint in hints.items():
+    value = getattr(tree, name)
+    if annotations.takes(hint, value):
+      continue
+    where = f"{path}.{name}" if path else name
+    if isinstance(value, type):
+      word = value.__name__
+      raise annotations.SettingError(
+        f"{where}={word} is a class; write {word}(...)"
+      )
+    message = f"{where}={_shown(value)}: expected {annotations.describe(hint)}"
+    maker = isinstance(value, str) and short_names.choices(hint).get(value)
+    if maker:
+      message += f"; in Python write {short_names.in_python(maker)}(...)"
+    raise annotations.SettingError(message)
+
+
 def sets(text: str, path: str) -> bool:
   """Returns whether a text gives a value to the setting at a path below it.
 

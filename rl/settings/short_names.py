@@ -25,6 +25,12 @@ def of(part: Any) -> str:
   return own or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", maker.__name__).lower()
 
 
+def in_python(maker: Any) -> str:
+  """Returns the name of a class or a function where a config is written."""
+  is_own = maker.__module__.startswith(CONFIG_FILE)
+  return maker.__qualname__ if is_own else annotations.path(maker)
+
+
 def choices(hint: Any) -> dict[str, Any]:
   """Returns the classes that fit an annotation, by their short names.
 

@@ -601,6 +601,16 @@ def test_a_learner_of_several_processes_keeps_nothing_on_the_host(
     dataclasses.replace(apart, **changes).validate()
 
 
+def test_a_source_without_what_a_run_asks_of_it_is_named(experiment):
+  nameless = dataclasses.make_dataclass(
+    "Riddles", (), frozen=True, namespace={"task": fakes.Counting.task}
+  )
+  tree = dataclasses.replace(experiment, environment=nameless())
+  message = "environment Riddles has no name, __call__; see envs.base.Source"
+  with pytest.raises(ValueError, match=re.escape(message)):
+    tree.validate()
+
+
 def test_a_source_that_no_reward_grades_is_refused(experiment):
   games = [fakes.Counting(name=name) for name in ("sums", "rhymes")]
   rule = mixture.RewardRule("sums", rewards.Outcome())

@@ -1,10 +1,14 @@
 """Checks that look through a whole tree of settings."""
 
 import dataclasses
+import re
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rl.settings import checks
+from tests.helpers.setting_tree import Clipped, Kinds, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,33 @@ def test_a_value_out_of_bounds_is_named_by_its_path():
     checks.validate(Owner(Rate(1.0), Owner(Rate(0.0))))
   with pytest.raises(ValueError, match=r"^rate\.peak=0\.0 must be above 0$"):
     checks.validate(Rate(0.0))
+
+
+COUNT: Any = {"count": "3"}
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"loss": Clipped}, "run.loss=Clipped is a class; write Clipped(...)"),
+    (
+      {"loss": "plain"},
+      "run.loss='plain': expected Loss; in Python write "
+      "tests.helpers.setting_tree.Plain(...)",
+    ),
+    ({"loss": "plane"}, "run.loss='plane': expected Loss"),
+    ({"pool": (2, "v5e")}, "run.pool=(2, 'v5e'): expected Pool | none"),
+    ({"pools": "v5e"}, "run.pools='v5e': expected tuple[Pool, ...]"),
+    ({"kinds": Kinds(**COUNT)}, "run.kinds.count='3': expected int"),
+    ({"group_size": 2.5}, "run.group_size=2.5: expected int"),
+  ],
+)
+def test_a_value_of_another_kind_is_named_before_it_is_used(changes, message):
+  given: Any = {"rate": np.float32(1), "count": np.int64(2), "mode": 3}
+  tree = Tree(kinds=Kinds(**given))
+  checks.validate_parts(tree, "run")
+  with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    checks.validate_parts(dataclasses.replace(tree, **changes), "run")
 
 
 def test_a_file_called_as_a_part_keeps_its_name():
