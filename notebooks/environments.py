@@ -225,5 +225,6 @@ for number in (rounds[0], rounds[-1]):
 # tools, games of other packages, processes, and rewards that are computed
 # elsewhere.
 #
-# *Exercise.* Let only the last step earn a reward. How much longer does it
-# take?
+# *Exercise.* Let only the last step earn a reward, and train in a directory of
+# its own: one whose rounds are done is not trained again. How much longer does
+# it take?

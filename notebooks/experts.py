@@ -256,7 +256,8 @@ for name, picture in pictures.items():
 # %% tags=["varies"]
 random = np.random.default_rng(2)
 ids = rows(random, 48)
-order = np.tile(np.arange(config.num_experts), (48, LENGTH, 2, 1))
+shape = (48, LENGTH, config.num_layers, 1)
+order = np.tile(np.arange(config.num_experts), shape)
 anyone = random.permuted(order, axis=-1)[..., : config.experts_per_token]
 measure = jax.jit(lambda *given: loss(*given)[1][0])
 params = trained["with balance"][1]

@@ -25,10 +25,11 @@ _INTRODUCTION = """# Recipes
 
 Each file of `configs/` is a run that can be started as it is, and a place to
 begin from. A run stops after the rounds in its file; `--config.rounds=2` is
-enough to see it go. *Measured* lists results from `benchmarks/results`,
-by `python -m benchmarks.seeds`, `python -m benchmarks.seeds_simulated` or the
-benchmark named in the recipe: success on held-out tasks unless noted. A single
-run has its 95 % interval in brackets; several runs are given as a range.
+enough to see one of `launch.train` go. *Measured* lists results from
+`benchmarks/results`, by `python -m benchmarks.seeds`,
+`python -m benchmarks.seeds_simulated` or the benchmark named in the recipe:
+success on held-out tasks unless noted. A single run has its 95 % interval in
+brackets; several runs are given as a range.
 
 <!-- Written by python -m scripts.make_docs from the files. -->
 
