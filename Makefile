@@ -80,7 +80,7 @@ lint: .venv/ready
 docs: .venv/ready
 	@$(python) -m scripts.make_docs --check
 	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
-	@echo site/index.html
+	@echo "site/index.html; its search needs a server: $(python) -m http.server -d site"
 
 notebooks: .venv/ready
 	@$(python) -m scripts.make_notebooks $(ARGS)
