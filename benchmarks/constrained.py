@@ -25,7 +25,7 @@ from benchmarks import machine
 from models import config as model_config
 from models import policy as policy_lib
 from models import sharding
-from models.chat import answer_grammar
+from models.chat import answer_grammar, call_formats
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
@@ -55,6 +55,7 @@ class _Words:
 
   stop_ids = (0,)
   thinking: answer_grammar.Thinking = "none"
+  call_format: call_formats.CallFormat = call_formats.HERMES
 
   def __init__(self, size: int):
     self._size = size

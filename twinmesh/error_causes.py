@@ -1122,6 +1122,7 @@ CAUSES = (
     of=(
       "launch.http.json_fields:BadRequest",
       "models.chat.answer_grammar",
+      "models.chat.call_formats",
     ),
     replies=("bad_request", "context_length_exceeded", "invalid_api_key"),
   ),

@@ -296,6 +296,7 @@ class _Api:
         self._sessions.chat,
         stops=query.sampling.stop,
         calls=query.calls,
+        tools=query.tools,
         one_call=query.one_call,
       )
 

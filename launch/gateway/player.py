@@ -24,7 +24,7 @@ def player(
   # Not at the top: it is optional, and other policies do without.
   import openai
 
-  async def respond(question: environment_trial.Question) -> str:
+  async def respond(question: environment_trial.Question) -> base.Message:
     # A client of its own: it belongs to the event loop that plays.
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
       name = model or (await client.models.list()).data[0].id
@@ -38,13 +38,13 @@ def player(
       )
     said = reply.choices[0].message
     calls = [
-      tool_calls.Call(call.function.name, call.function.arguments)
+      base.ToolCall(call.function.name, call.function.arguments)
       for call in said.tool_calls or ()
       if call.type == "function"
     ]
-    reasoning = getattr(said, "reasoning_content", None) or ""
-    return tool_calls.write(
-      tool_calls.Answer(said.content or "", tuple(calls), reasoning)
+    reasoning = getattr(said, "reasoning_content", None)
+    return base.Message(
+      "assistant", said.content or "", tuple(calls), reasoning
     )
 
   return respond

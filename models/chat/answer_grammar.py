@@ -2,24 +2,19 @@
 
   AnswerGrammar --lark--> llguidance --compiled--> matcher: bytes -> mask of ids
 
-A grammar holds for the text after any thinking. Calls are written as
-`models.chat.tool_calls` reads them and as Qwen3's template shows them. Text
-that the grammar leaves no choice about has the tokenizer's own ids.
+A grammar holds for the text after any thinking. Calls are written in the form
+of the chat template, one of `models.chat.call_formats`. Text that the grammar
+leaves no choice about has the tokenizer's own ids.
 """
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+import re
 from typing import Any, Literal, Protocol, runtime_checkable
 
-_SEPARATORS = {
-  "whitespace_flexible": False,
-  "item_separator": ", ",
-  "key_separator": ": ",
-}
-# Without a bound a small model may go on with white space for ever.
-_CONTENT = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
+from models.chat import call_formats
+
 MAX_SCHEMAS = 120_000
 """Characters of all schemas of a grammar."""
 
@@ -40,12 +35,15 @@ class Schema:
   text: str
   name: str
 
-  def lark(self, options: Mapping[str, Any]) -> str:
-    """Returns the rule of JSON that satisfies it."""
-    schema = json.loads(self.text)
-    if isinstance(schema, dict):
-      schema["x-guidance"] = options
-    return f"%json {json.dumps(schema)}"
+  @property
+  def value(self) -> Any:
+    """The schema."""
+    return json.loads(self.text)
+
+  @property
+  def lark(self) -> str:
+    """The JSON that satisfies it, in a grammar."""
+    return call_formats.json_rule(self.value, call_formats.SOME_SPACE)
 
 
 ANY_OBJECT = Schema(text='{"type": "object"}', name="any object")
@@ -67,8 +65,14 @@ class AnswerGrammar:
   call: bool = False
   one_call: bool = False
 
-  def lark(self, thinking: Thinking) -> str:
+  def lark(self, thinking: Thinking, form: call_formats.CallFormat) -> str:
     """Returns the grammar in llguidance's variant of Lark.
+
+    Args:
+      form: of calls.
+
+    Raises:
+      ValueError: the form cannot follow a schema.
 
     Source: docs/syntax.md of llguidance.
     """
@@ -77,27 +81,30 @@ class AnswerGrammar:
     lines += ["thinking: thoughts gap?", r"gap: /\n{1,4}/"]
     lines += [r"thoughts[lazy]: /(?s:.*)<\/think>/"]
     lines += ['thought: "<think>" thinking']
-    calls = "call" if self.one_call else r'call ("\n" call)*'
+    gap = _literal(form.gap)
+    calls = "call" if self.one_call else f"call ({gap} call)*"
     if self.call:
       lines += [f"body: {calls}"]
     elif self.content is not None:
       lines += [
         f"body: {calls} | content" if self.functions else "body: content"
       ]
-      lines += [f"content: {self.content.lark(_CONTENT)}"]
+      lines += [f"content: {self.content.lark}"]
     else:
       repeated = "?" if self.one_call else "*"
-      lines += [rf'body: (before function "\n</tool_call>"){repeated} text']
-      lines += [r"before[lazy]: /(?s:.*)<tool_call>\n/", "text: TEXT"]
-      lines += ["TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/"]
+      begin = re.escape(form.begin).replace("\\\n", r"\n")
+      lines += [f"body: (before function){repeated} text"]
+      lines += [rf"before[lazy]: /(?s:.*){begin}/", "text: TEXT"]
+      lines += [f"TEXT: /(?s:.*)/ & ~/(?s:.*){form.reserved}(?s:.*)/"]
     if self.functions:
       names = [f"function_{i}" for i in range(len(self.functions))]
-      lines += [r'call: "<tool_call>\n" function "\n</tool_call>"']
-      lines += [f"function: {' | '.join(names)}"]
+      lines += [f"call: {_literal(form.begin)} function"]
+      lines += [f"function: {' | '.join(names)}", *form.rules]
     for i, (name, arguments) in enumerate(self.functions):
-      start = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-      rule = arguments.lark(_SEPARATORS)
-      lines += [f'function_{i}: {_literal(start)} {rule} "}}"']
+      try:
+        lines += [f"function_{i}: {form.rule(name, arguments.value)}"]
+      except ValueError as error:
+        raise ValueError(f"{arguments.name}: {error}") from error
     return "\n".join(lines)
 
   @property
@@ -119,6 +126,11 @@ class Vocabulary(Protocol):
   @property
   def thinking(self) -> Thinking:
     """The thinking before an answer."""
+    ...
+
+  @property
+  def call_format(self) -> call_formats.CallFormat:
+    """The form of calls."""
     ...
 
   def text_ids(self, text: str) -> list[int]:
@@ -164,10 +176,12 @@ def compiled(
     first.compute_bitmask()
     return matcher, first.get_error()
 
-  matcher, error = begun(grammar.lark(vocabulary.thinking))
+  matcher, error = begun(
+    grammar.lark(vocabulary.thinking, vocabulary.call_format)
+  )
   if error:
     for schema in grammar.schemas:
-      _, reason = begun(f"start: {schema.lark(_CONTENT)}")
+      _, reason = begun(f"start: {schema.lark}")
       if reason:
         raise ValueError(f"{schema.name}: {_reason(reason)}")
     raise ValueError(f"the answer's grammar: {_reason(error)}")

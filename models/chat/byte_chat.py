@@ -73,7 +73,9 @@ class ByteChat:
     return text_decoder.TextDecoder(_text_bytes)
 
   def parse(
-    self, ids: Sequence[int] | Int32[np.ndarray, " L"]
+    self,
+    ids: Sequence[int] | Int32[np.ndarray, " L"],
+    tools: Sequence[Mapping[str, Any]] = (),
   ) -> tool_calls.Answer:
     """Returns the parsed answer; see `tool_calls.parse`."""
     return tool_calls.parse(self.decode(ids))

@@ -26,7 +26,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from models import untrusted_files
-from models.chat import answer_grammar, text_decoder, tool_calls, trial
+from models.chat import (
+  answer_grammar,
+  call_formats,
+  text_decoder,
+  tool_calls,
+  trial,
+)
 from models.chat import message as message_lib
 from models.chat import template as template_lib
 
@@ -217,10 +223,17 @@ class HfChat:
     return b"".join(map(self._bytes, ids)).decode("utf-8", "replace")
 
   def parse(
-    self, ids: Sequence[int] | Int32[np.ndarray, " L"]
+    self,
+    ids: Sequence[int] | Int32[np.ndarray, " L"],
+    tools: Sequence[Mapping[str, Any]] = (),
   ) -> tool_calls.Answer:
     """Returns the parsed answer; see `tool_calls.parse`."""
-    return tool_calls.parse(self.decode(ids), thinking=self.thinks)
+    return tool_calls.parse(
+      self.decode(ids),
+      thinking=self.thinks,
+      call_format=self.call_format,
+      tools=tools,
+    )
 
   def decoder(self) -> text_decoder.TextDecoder:
     """Returns a decoder of one answer while it is sampled."""
@@ -252,21 +265,48 @@ class HfChat:
 
   def _check_calls(self) -> None:
     """Raises ValueError unless the template's calls are read here."""
-    if self._unread_call:
+    if self._own_format is None:
+      forms = [
+        tool_calls.write(tool_calls.Answer("", (_CALL,)), form)
+        for form in call_formats.FORMATS
+      ]
       raise ValueError(
         "the chat template writes a call of a tool as "
-        f"{self._unread_call!r:.300}, which is not read here; use tools=(), or "
-        "a model that writes it as "
-        f"{tool_calls.write(tool_calls.Answer('', (_CALL,)))!r}"
+        f"{self._written_call!r:.300}, which is not read here; use tools=(), "
+        f"or a model that writes it as {' or '.join(map(repr, forms))}"
       )
 
   @functools.cached_property
-  def _unread_call(self) -> str:
-    """The text of a call where `parse` does not find it in there."""
+  def call_format(self) -> call_formats.CallFormat:
+    """The form of calls that is read: the template's, if it has one."""
+    try:
+      return self._own_format or call_formats.HERMES
+    except ValueError:  # It takes no tools.
+      return call_formats.HERMES
+
+  @functools.cached_property
+  def _own_format(self) -> call_formats.CallFormat | None:
+    """The form in which the template writes a call; None if not read here."""
+    # What opens an answer, such as its role; thinking is parsed.
+    opening = self._shown(self.template.prompt()).partition("<think>")[0]
+    text = self._written_call.removeprefix(opening.rstrip())
+    for form in call_formats.FORMATS:
+      answer = tool_calls.parse(
+        text, call_format=form, tools=(template_lib.TOOL,)
+      )
+      if answer.tool_calls == (_CALL,) and not answer.content:
+        return form
+    return None
+
+  @functools.cached_property
+  def _written_call(self) -> str:
     # Templates of Mistral demand an id of nine characters.
-    written = self.template.calling(dataclasses.replace(_CALL, id="call00001"))
-    text = self.decode(self._encode(written))
-    return "" if _CALL in tool_calls.parse(text).tool_calls else text
+    call = dataclasses.replace(_CALL, id="call00001")
+    return self._shown(self.template.calling(call))
+
+  def _shown(self, text: str) -> str:
+    """Returns text of the template without control tokens."""
+    return self.decode(self._encode(text))
 
   def _text_bytes(self, index: int) -> bytes:
     return b"" if index in self._controls else self._bytes(index)

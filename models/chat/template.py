@@ -55,12 +55,15 @@ class _Sample:
 
 
 _QUESTION = _Sample("user", "1")
-_TOOL = {
+TOOL: Mapping[str, Any] = {
   "type": "function",
   "function": {
     "name": "f",
     "description": "",
-    "parameters": {"type": "object", "properties": {}},
+    "parameters": {
+      "type": "object",
+      "properties": {"a": {"type": "integer"}},
+    },
   },
 }
 
@@ -263,7 +266,7 @@ class ChatTemplate:
     earlier = [_QUESTION, _Sample("assistant", "3"), _QUESTION]
     _check_kept(rest, self._after(earlier, [new]), "earlier messages")
     if self.knows("tools"):
-      _check_kept(rest, self._after([_QUESTION], [new], (_TOOL,)), "tools")
+      _check_kept(rest, self._after([_QUESTION], [new], (TOOL,)), "tools")
 
   def _after(
     self,
@@ -283,8 +286,8 @@ class ChatTemplate:
       ValueError: the template rejects it.
     """
     answer = _Sample("assistant", "", (call,))
-    asked = self.render([_QUESTION], (_TOOL,), prompt=False)
-    whole = self.render([_QUESTION, answer], (_TOOL,), prompt=False)
+    asked = self.render([_QUESTION], (TOOL,), prompt=False)
+    whole = self.render([_QUESTION, answer], (TOOL,), prompt=False)
     return whole.removeprefix(asked)
 
   def split(self, text: str) -> list[str]:

@@ -2,19 +2,18 @@
 
   <think> reasoning </think> content <tool_call> {"name": ...} </tool_call>
 
-This is the format of Hermes, on which Qwen3 was trained. Text that does not
-match it is content: sampled text never raises an error.
+This is the format of Hermes; `call_formats` has others. Text that does not
+match the model's is content: sampled text never raises an error.
 """
 
 import dataclasses
 import json
-import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from models.chat import call_formats
+
 _THINK, _THINK_END = "<think>", "</think>"
-_CALL = re.compile(r"<tool_call>\s*")
-_DECODER = json.JSONDecoder()
-_CALL_END = re.compile(r"\s*</tool_call>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,26 +45,35 @@ class Answer:
   reasoning: str = ""
 
 
-def parse(text: str, *, thinking: bool = False) -> Answer:
+def parse(
+  text: str,
+  *,
+  thinking: bool = False,
+  call_format: call_formats.CallFormat = call_formats.HERMES,
+  tools: Sequence[Mapping[str, Any]] = (),
+) -> Answer:
   """Parses an answer; accepts any text.
 
-  A block that is not closed, or not an object with name and arguments, stays
-  in the content, tags included. Thinking that is not closed was cut off: the
+  A block that is not closed, or not a call with name and arguments, stays in
+  the content, tags included. Thinking that is not closed was cut off: the
   rest is reasoning without calls.
 
   Args:
     thinking: the prompt has opened the thinking already.
+    tools: functions that the prompt shows, as in the OpenAI API.
   """
   reasoning, text = _split_thinking(text, thinking)
   calls, pieces, start = [], [], 0
-  # A tag inside a string of a call cannot open one: its quotes are escaped.
-  for tag in _CALL.finditer(text):
-    found = _call_at(text, tag.end())
-    if found is None:
+  for opening in call_format.opening.finditer(text):
+    if opening.start() < start:  # Inside the call before.
       continue
-    pieces.append(text[start : tag.start()])
-    calls.append(found[0])
-    start = found[1]
+    found = call_format.read(text, opening.start(), tools)
+    call = found and _checked(found)
+    if not (found and call):
+      continue
+    pieces.append(text[start : opening.start()])
+    calls.append(call)
+    start = found.end
   pieces.append(text[start:])
   content = "".join(pieces)
   return Answer(content.strip() if calls else content, tuple(calls), reasoning)
@@ -77,15 +85,17 @@ def as_openai(call: Call) -> dict[str, Any]:
   return {"id": call.id, "type": "function", "function": function}
 
 
-def write(answer: Answer) -> str:
+def write(
+  answer: Answer, call_format: call_formats.CallFormat = call_formats.HERMES
+) -> str:
   """Returns the text of an answer: the inverse of `parse`.
 
   Raises:
     ValueError: the arguments of a call are not the JSON text of an object.
   """
   thought = f"<think>\n{answer.reasoning}\n</think>\n\n"
-  pieces = [thought] if answer.reasoning else []
-  pieces += [answer.content] if answer.content else []
+  pieces = [thought if answer.reasoning else "", answer.content]
+  gap = "\n" if answer.content else ""
   for call in answer.tool_calls:
     try:
       arguments = json.loads(call.arguments)
@@ -96,11 +106,8 @@ def write(answer: Answer) -> str:
         f"arguments of {call.name} must be the JSON text of an object, and not "
         f"{call.arguments!r}"
       )
-    data = json.dumps(
-      {"name": call.name, "arguments": arguments}, ensure_ascii=False
-    )
-    gap = "\n" if pieces and pieces[-1] != thought else ""
-    pieces.append(f"{gap}<tool_call>\n{data}\n</tool_call>")
+    pieces += [gap, call_format.write(call.name, arguments)]
+    gap = call_format.gap
   return "".join(pieces)
 
 
@@ -128,20 +135,16 @@ def _split_thinking(text: str, thinking: bool) -> tuple[str, str]:
   return reasoning.strip("\n"), rest.lstrip("\n")
 
 
-def _call_at(text: str, start: int) -> tuple[Call, int] | None:
-  """Returns the call whose JSON starts at `start`, and the end of its block."""
+def _checked(found: call_formats.FoundCall) -> Call | None:
+  """Returns a call, if it has a name and an object that JSON can express."""
+  name, arguments = found.name, found.arguments
+  if not (name and isinstance(name, str) and isinstance(arguments, dict)):
+    return None
   try:
-    data, end = _DECODER.raw_decode(text, start)
-    closed = _CALL_END.match(text, end)
-    if closed is None or not isinstance(data, dict):
-      return None
-    name, arguments = data["name"], data["arguments"]
-    if not (name and isinstance(name, str) and isinstance(arguments, dict)):
-      return None
     # Python parses NaN and 1e999, which JSON does not have.
     encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     # JSON can escape half a surrogate pair, which UTF-8 cannot encode.
     (name + encoded).encode()
-  except (ValueError, KeyError, RecursionError):
+  except (ValueError, RecursionError):
     return None
-  return Call(name, encoded), closed.end()
+  return Call(name, encoded)

@@ -98,7 +98,9 @@ class WordChat:
     return WordDecoder(self)
 
   def parse(
-    self, ids: Sequence[int] | Int32[np.ndarray, " L"]
+    self,
+    ids: Sequence[int] | Int32[np.ndarray, " L"],
+    tools: Sequence[Mapping[str, Any]] = (),
   ) -> tool_calls.Answer:
     """Returns the words as content; there are no tool calls."""
     return tool_calls.Answer(self.decode(ids))

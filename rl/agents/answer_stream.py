@@ -8,19 +8,18 @@ beginning of a stop text, of a thinking tag or of a call.
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from models.chat import tool_calls
+from models.chat import call_formats, tool_calls
 from rl.agents import messages
 from rl.engine import contract
 from rl.rollout import episode as episode_lib
 
 _THINK, _THINK_END = "<think>", "</think>"
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 
 class ServedEngine(Protocol):
@@ -76,6 +75,7 @@ class AnswerParser:
     stops: the text ends before the first of them, and sampling after it.
     raw: treat all text as content, thinking included.
     calls: parse tool calls out of the text.
+    tools: those that the prompt shows.
     one_call: sampling ends after the first call.
 
   Attributes:
@@ -90,12 +90,14 @@ class AnswerParser:
     stops: Sequence[str] = (),
     raw: bool = False,
     calls: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
     one_call: bool = False,
   ):
     self._decoder = chat.decoder()
     self._tags = isinstance(chat, messages.ToolChat) and not raw
     self._thinks = self._tags and getattr(chat, "thinks", False)
-    self._calls = self._tags and calls
+    self._calls, self._tools = self._tags and calls, tools
+    self._form = getattr(chat, "call_format", call_formats.HERMES)
     self._one_call = one_call
     self._stops = tuple(stops)
     self._text = self._content = self._reasoning = ""
@@ -131,7 +133,12 @@ class AnswerParser:
     """Returns the parsed answer."""
     if not self._tags:
       return tool_calls.Answer(self._text)
-    answer = tool_calls.parse(self._text, thinking=self._thinks)
+    answer = tool_calls.parse(
+      self._text,
+      thinking=self._thinks,
+      call_format=self._form,
+      tools=self._tools,
+    )
     if self._calls or not answer.tool_calls:
       return answer
     _, content = self._split()
@@ -147,9 +154,9 @@ class AnswerParser:
     if places := [place for place in found if place[0] >= 0]:
       end, self.stop_text = min(places)
       self._text, self.stopped = self._text[:end], True
-    elif self._calls and self._one_call and ">" in text:
-      has_call_end = _CALL_END in self._text
-      self.stopped = has_call_end and bool(self.answer().tool_calls)
+    elif self._calls and self._one_call and self._form.closing[-1] in text:
+      closes = self._form.closing in self._text
+      self.stopped = closes and bool(self.answer().tool_calls)
 
   def _split(self) -> tuple[str | None, str]:
     """Returns (thinking, or None while it may go on, the text after it)."""
@@ -163,7 +170,6 @@ class AnswerParser:
     """Returns the answer up to text that may still turn out different."""
     if self.stopped:
       return self.answer()
-    marks = self._stops
     text, thought = self._text, ""
     if self._tags:
       thought, text = self._split()
@@ -172,10 +178,9 @@ class AnswerParser:
       opened = self._text.lstrip()
       if not thought and not self._thinks and _THINK.startswith(opened):
         return tool_calls.Answer("")
-    if self._calls:
-      text = text.partition(_CALL)[0]
-      marks = (*marks, _CALL)
-    held = max([_overlap(text, mark) for mark in marks], default=0)
+    if self._calls and (opening := self._form.opening.search(text)):
+      text = text[: opening.start()]
+    held = max([_overlap(text, mark) for mark in self._stops], default=0)
     text = text[: len(text) - held]
     reasoning = self._reasoning
     if thought and not reasoning:

@@ -130,11 +130,11 @@ async def demonstrate(
     answer_seed = zlib.crc32(request.tokens.tobytes(), request.seed)
     if np.random.default_rng(answer_seed).random() < exploration:
       said = player.explore(task, partial.messages, answer_seed)
-      text = episode.as_text(said, "explore")
+      said = episode.checked_answer(said, "explore")
     else:
       said = player.oracle(task, partial.messages)
-      text = episode.as_text(said, "oracle")
-    return episode.given_answer(chat, text, request.max_tokens)
+      said = episode.checked_answer(said, "oracle")
+    return episode.given_answer(chat, said, request.max_tokens)
 
   demonstration, _ = await episode.play(
     source, demonstrate_answer, chat, limits, partial

@@ -24,7 +24,7 @@ from rl.rollout import environment_trial as trial_lib
 from rl.rollout import episode, recordings
 from rl.runtime import isolation
 
-JUNK: Mapping[str, str] = {
+JUNK: Mapping[str, str | base.Message] = {
   "empty": "",
   "white space": " \n\t ",
   "one character": ".",
@@ -36,7 +36,7 @@ JUNK: Mapping[str, str] = {
   "nan": "nan",
   "JSON": '{"answer": null, "reward": 1}',
   "a broken tool call": '<tool_call>\n{"name": "x", "arguments":\n</tool_call>',
-  "an unknown tool": trial_lib.tool_call("no_such_tool", {"x": [None]}),
+  "an unknown tool": base.calling("no_such_tool", x=[None]),
 }
 """Answers that no task asks for, by name."""
 
@@ -446,11 +446,10 @@ async def check_junk(
   """Finds junk answers that raise, or that earn a reward above 0."""
   junk = dict(JUNK)
   for name in (tool["function"]["name"] for tool in tools):
-    call = trial_lib.tool_call(name, {"no_such": [None]})
-    junk[f"wrong arguments of {name}"] = call
+    junk[f"wrong arguments of {name}"] = base.calling(name, no_such=[None])
   wrong = []
-  for name, text in junk.items():
-    scripted = dataclasses.replace(trial, respond=trial_lib.script([text]))
+  for name, answer in junk.items():
+    scripted = dataclasses.replace(trial, respond=trial_lib.script([answer]))
     for task in tasks:
       one = (await trial_lib.play(scripted, task)).trajectory
       if one.status.is_fault:

@@ -52,8 +52,8 @@ class PlaysItself(ValueError):
   """The source builds agents, which only a run can play."""
 
 
-Respond = Callable[[Question], Awaitable[str]]
-"""Returns the text of an answer."""
+Respond = Callable[[Question], Awaitable[str | base.Message]]
+"""Returns an answer; of one with calls the chat decides the text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class PlayedEpisode:
   task: base.Task
   trajectory: trajectory.Trajectory
   transcript: base.Transcript
-  answers: Sequence[str]
+  answers: Sequence[str | base.Message]
   tools: Sequence[Mapping[str, Any]]
   seconds: Mapping[str, Sequence[float]]
   blocked: Mapping[str, Sequence[float]]
@@ -131,9 +131,9 @@ def demonstration(source: base.Source) -> Respond:
   """
   oracle = prompts.demonstrator(source).oracle
 
-  async def respond(question: Question) -> str:
+  async def respond(question: Question) -> str | base.Message:
     said = oracle(question.task, question.messages)
-    return episode.as_text(said, "oracle")
+    return episode.checked_answer(said, "oracle")
 
   return respond
 
@@ -143,10 +143,10 @@ def exploration(source: base.Source, chat: episode.Chat) -> Respond:
   if demonstrates(source):
     explore = prompts.demonstrator(source).explore
 
-    async def respond(question: Question) -> str:
+    async def respond(question: Question) -> str | base.Message:
       one = question
       said = explore(one.task, one.messages, one.seed)
-      return episode.as_text(said, "explore")
+      return episode.checked_answer(said, "explore")
 
     return respond
 
@@ -159,10 +159,10 @@ def exploration(source: base.Source, chat: episode.Chat) -> Respond:
   return random_ids
 
 
-def script(answers: Sequence[str]) -> Respond:
+def script(answers: Sequence[str | base.Message]) -> Respond:
   """Gives these answers, one a turn, and repeats the last one."""
 
-  async def scripted(question: Question) -> str:
+  async def scripted(question: Question) -> str | base.Message:
     turn = sum(m.role == "assistant" for m in question.messages)
     return answers[min(turn, len(answers) - 1)]
 
@@ -185,18 +185,18 @@ async def play(
   partial = episode.PartialTrajectory(
     episode.Episode(task, task.index, 0, trial.seed)
   )
-  answers: list[str] = []
+  answers: list[str | base.Message] = []
 
   async def answer(request: contract.DecodeRequest) -> contract.Completion:
     await pace()
     seed = zlib.crc32(request.tokens.tobytes(), request.seed) & 0x7FFFFFFF
     tools = watched.environment.tools_shown if watched.environment else ()
     question = Question(task, list(partial.messages), tools, seed)
-    text = await isolation.guarded(
+    said = await isolation.guarded(
       lambda: trial.respond(question), _ANSWER_S, "giving an answer"
     )
-    answers.append(text)
-    return episode.given_answer(trial.chat, text, request.max_tokens)
+    answers.append(said)
+    return episode.given_answer(trial.chat, said, request.max_tokens)
 
   late: set[asyncio.Task[None]] = set()
   ungraded, transcript = await episode.play(
@@ -391,8 +391,3 @@ class _Stretches:
         go_on = functools.partial(steps.send, (yield waits_for))
       except BaseException as error:
         go_on = functools.partial(steps.throw, error)
-
-
-def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
-  """Returns the text of an answer that calls a tool."""
-  return episode.as_text(base.calling(name, **arguments))

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from envs import base
-from models.chat import tool_calls
+from models.chat import call_formats, tool_calls
 from rl.data import trajectory
 from rl.engine import contract
 from rl.rollout import starting
@@ -97,8 +97,16 @@ class Chat(Protocol):
     """Returns a decoder of one answer while it is sampled."""
     ...
 
-  def parse(self, ids: Int32[np.ndarray, " T"]) -> tool_calls.Answer:
-    """Returns an answer as content, reasoning and tool calls; never raises."""
+  def parse(
+    self,
+    ids: Int32[np.ndarray, " T"],
+    tools: Sequence[Mapping[str, Any]] = (),
+  ) -> tool_calls.Answer:
+    """Returns an answer as content, reasoning and tool calls; never raises.
+
+    Args:
+      tools: those that `open` was given.
+    """
     ...
 
   def encode_answer(self, text: str) -> Int32[np.ndarray, " T"]:
@@ -274,22 +282,33 @@ def as_message(answer: tool_calls.Answer) -> base.Message:
   return base.Message("assistant", answer.content, calls, reasoning)
 
 
-def as_text(answer: str | base.Message, given_by: str = "it") -> str:
-  """Returns an answer as a model writes it, with the thinking that it opens.
+def checked_answer(
+  answer: str | base.Message, given_by: str
+) -> str | base.Message:
+  """Returns what a method of an environment gave as an answer.
 
   Raises:
-    Fault: it is none; names the method that returned it.
+    Fault: it is none; names the method.
   """
-  if isinstance(answer, str):
-    return answer
-  if not isinstance(answer, base.Message):
+  if not isinstance(answer, str | base.Message):
     kind = type(answer).__name__
     raise isolation.Fault(
       f"{given_by} returned {kind}, not a text or a Message"
     )
+  return answer
+
+
+def as_text(
+  answer: str | base.Message,
+  call_format: call_formats.CallFormat = call_formats.HERMES,
+) -> str:
+  """Returns an answer as a model writes it, with the thinking that it opens."""
+  if isinstance(answer, str):
+    return answer
   calls = [tool_calls.Call(c.name, c.arguments) for c in answer.tool_calls]
   return tool_calls.write(
-    tool_calls.Answer(answer.content, tuple(calls), answer.reasoning or "")
+    tool_calls.Answer(answer.content, tuple(calls), answer.reasoning or ""),
+    call_format,
   )
 
 
@@ -304,8 +323,9 @@ def given_answer(
   Args:
     max_tokens: cuts it where an engine would; None leaves it whole.
   """
+  form = getattr(chat, "call_format", call_formats.HERMES)
   thinks = getattr(chat, "thinks", False)
-  text = tool_calls.after_prompt(as_text(answer), thinking=thinks)
+  text = tool_calls.after_prompt(as_text(answer, form), thinking=thinks)
   ids = np.asarray(chat.encode_answer(text), np.int32)
   tokens = ids[:max_tokens]
   return contract.Completion(
@@ -543,7 +563,7 @@ async def _turns(
     try:
       if completion.stop == "abort":
         return partial.end(trajectory.Status.ENGINE_FAULT, "aborted")
-      answer = as_message(chat.parse(completion.tokens))
+      answer = as_message(chat.parse(completion.tokens, tools))
       partial.messages.append(answer)
       step = await environment.step(answer)
       reward = float(step.reward)

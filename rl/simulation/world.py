@@ -194,7 +194,9 @@ class World:
     """Returns a decoder of answers without text."""
     return text_decoder.TextDecoder(lambda _: b"")
 
-  def parse(self, ids: Int32[np.ndarray, " T"]) -> tool_calls.Answer:
+  def parse(
+    self, ids: Int32[np.ndarray, " T"], tools: Sequence[Mapping[str, Any]] = ()
+  ) -> tool_calls.Answer:
     """Returns an answer without text."""
     return _NO_TEXT
 

@@ -5,16 +5,16 @@ import json
 import pathlib
 from typing import Any
 
+from models.chat import hf_chat
 from models.chat.tool_calls import Call
 from models.hf import config
 
 GOLDEN = config.TINY
-EXPECTED = json.loads(
-  (
-    pathlib.Path(__file__).parents[1] / "models/golden/chat/expected.json"
-  ).read_text("utf-8")
-)
+_ROOT = pathlib.Path(__file__).parents[1] / "models/golden/chat"
+EXPECTED = json.loads((_ROOT / "expected.json").read_text("utf-8"))
 CASES: dict[str, dict[str, Any]] = EXPECTED["conversations"]
+FORMS: dict[str, dict[str, dict[str, Any]]] = EXPECTED["forms"]
+"""Conversations whose template, `FORM.jinja`, writes calls otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,14 @@ class GoldenMessage:
   content: str | None
   tool_calls: tuple[Call, ...] = ()
   reasoning: str | None = None
+
+
+def chat_of_form(name: str) -> hf_chat.HfChat:
+  """Returns the chat of GOLDEN with one of the templates of `FORMS`."""
+  chat = hf_chat.HfChat.load(GOLDEN)
+  source = (_ROOT / f"{name}.jinja").read_text("utf-8")
+  template = dataclasses.replace(chat.template, source=source)
+  return dataclasses.replace(chat, template=template)
 
 
 def messages_of(case: dict[str, Any]) -> list[GoldenMessage]:

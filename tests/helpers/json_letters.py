@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from models.chat import answer_grammar
+from models.chat import answer_grammar, call_formats
 
 LETTERS = '{}":,[]0123-.etrufalsnx'
 SCHEMAS = (
@@ -23,6 +23,7 @@ class Letters:
 
   stop_ids = (0,)
   thinking: answer_grammar.Thinking = "none"
+  call_format: call_formats.CallFormat = call_formats.HERMES
 
   def text_ids(self, text: str) -> list[int]:
     return [1 + LETTERS.index(letter) for letter in text]

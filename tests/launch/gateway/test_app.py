@@ -19,7 +19,12 @@ from rl.agents import answer_stream, sessions
 from rl.data import trajectory
 from rl.engine import contract
 from rl.testing import scripted_engine
-from tests.helpers import machine_speed, markdown, openai_server
+from tests.helpers import (
+  chat_messages,
+  machine_speed,
+  markdown,
+  openai_server,
+)
 from tests.helpers.openai_server import (
   ADD,
   AGENT,
@@ -406,6 +411,16 @@ def test_tools_are_shown_called_and_answered(tools):
   assert more.choices[0].finish_reason == "stop"
   _, told = tools.send("GET", "/sessions/tools")
   assert [len(t["turns"]) for t in told["trajectories"]] == [2]
+
+
+def test_calls_without_tags_are_read_where_tools_are_shown():
+  text = '{"name": "add", "parameters": {"a": 1}}'
+  with openai_server.serve(chat_messages.chat_of_form("llama")) as server:
+    server.text = text
+    called = server.ask("go", tools=[ADD]).choices[0].message
+    assert called.tool_calls[0].function.arguments == '{"a": 1}'
+    assert called.content is None
+    assert server.ask("go").choices[0].message.content == text
 
 
 def test_streamed_calls_are_those_of_a_whole_reply(tools):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from models.chat import answer_grammar, hf_chat, tool_calls
+from tests.helpers import chat_messages
 from tests.helpers.chat_messages import GOLDEN
 
 CHAT = hf_chat.HfChat.load(GOLDEN, {"enable_thinking": False})
@@ -116,10 +117,79 @@ def test_thinking_comes_first_where_the_prompt_leaves_room_for_it():
   assert not accepts(form, f"{CALL}{END}", opened)
 
 
-def test_what_is_written_for_a_policy_to_imitate_fits():
-  call = tool_calls.Call("weather", '{"city": "Ulm"}')
-  text = tool_calls.write(tool_calls.Answer("", (call, call)))
-  assert accepts(grammar(call=True), text)
+@pytest.mark.parametrize("form", ["hermes", *chat_messages.FORMS])
+def test_what_is_written_for_a_policy_to_imitate_fits(form):
+  chat = CHAT if form == "hermes" else chat_messages.chat_of_form(form)
+
+  def fits(*arguments, name="weather", content="", **fields):
+    calls = tuple([tool_calls.Call(name, text) for text in arguments])
+    answer = tool_calls.Answer(content, calls)
+    text = tool_calls.write(answer, chat.call_format)
+    return accepts(grammar(**fields), text, chat)
+
+  ulm, rome = '{"city": "Ulm"}', '{"city": "Rome"}'
+  assert fits(ulm, ulm, call=True)
+  assert not fits(ulm, ulm, call=True, one_call=True)
+  assert not fits(rome, call=True)
+  assert not fits("{}", call=True)
+  assert fits(ulm, content="So {x}:")
+  assert not fits(rome, content="So {x}:")
+  assert fits(rome, name='p "1"', call=True)
+
+
+TYPED = {
+  "type": "object",
+  "properties": {
+    "text": {"type": "string"},
+    "n": {"type": "integer"},
+    "mode": {"type": "string", "enum": ["a", "b"]},
+    "at": {"type": "array", "items": {"$ref": "#/$defs/at"}},
+  },
+  "required": ["text", "n"],
+  "$defs": {"at": {"type": "integer"}},
+}
+
+
+def tagged(schema):
+  text = json.dumps(schema)
+  arguments = answer_grammar.Schema(text=text, name="tools[0]")
+  return grammar(functions=(("f", arguments),), call=True)
+
+
+@pytest.mark.parametrize(
+  ("changes", "fits"),
+  [
+    ({}, True),
+    ({"text": "</parameter> {\n"}, True),
+    ({"mode": "b", "at": [1, 2]}, True),
+    ({"n": "one"}, False),
+    ({"n": None}, False),
+    ({"mode": "c"}, False),
+    ({"at": ["x"]}, False),
+    ({"other": "x"}, False),
+  ],
+)
+def test_arguments_in_tags_follow_their_schema(changes, fits):
+  chat = chat_messages.chat_of_form("qwen_coder")
+  arguments = {"text": "so", "n": 1} | changes
+  call = tool_calls.Call("f", json.dumps(arguments))
+  text = tool_calls.write(tool_calls.Answer("", (call,)), chat.call_format)
+  assert accepts(tagged(TYPED), text, chat) is fits
+
+
+@pytest.mark.parametrize(
+  ("schema", "words"),
+  [
+    ({"minProperties": 1}, 'tools[0]: Unimplemented keys in calls .*"minP'),
+    ({"properties": {"x": {"type": "string", "pattern": "a"}}}, '"pattern"'),
+    ({"properties": {"x": {"type": ["string", "integer"]}}}, "integer or str"),
+    ({"properties": {}, "required": ["x"]}, 'required in calls .*"x"'),
+  ],
+)
+def test_a_schema_that_tags_cannot_follow_is_refused(schema, words):
+  chat = chat_messages.chat_of_form("qwen_coder")
+  with pytest.raises(ValueError, match=words.replace("[0]", r"\[0\]")):
+    answer_grammar.compiled(chat, tagged(schema), SIZE)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,25 @@ def test_a_conversation_that_grows_has_the_ids_of_one_rendered_whole(name):
   assert replay(chat_messages.CASES[name]) == chat_messages.CASES[name]["ids"]
 
 
+@pytest.mark.parametrize("form", chat_messages.FORMS)
+@pytest.mark.parametrize("name", ["call", "calls"])
+def test_calls_of_another_form_are_written_and_read(form, name):
+  case = chat_messages.FORMS[form][name]
+  chat = chat_messages.chat_of_form(form)
+  messages, tools = chat_messages.messages_of(case), case["tools"]
+  assert chat.open(messages, tools).tolist() == case["ids"]
+  turns = chat.answers(messages, tools)
+  said = [message for message in messages if message.role == "assistant"]
+  assert [chat.decode(answer) for _, answer in turns] == case["answers"]
+  for (_, answer), message in zip(turns, said, strict=True):
+    parsed = chat.parse(answer, tools)
+    assert parsed.content == message.content
+    calls = [(c.name, json.loads(c.arguments)) for c in parsed.tool_calls]
+    assert calls == [
+      (c.name, json.loads(c.arguments)) for c in message.tool_calls
+    ]
+
+
 def test_thinking_before_the_last_question_stays_as_it_was_sampled():
   case = chat_messages.CASES["dropped"]
   question, answer, more = chat_messages.messages_of(case)

@@ -2,7 +2,23 @@ import json
 
 import pytest
 
-from models.chat import tool_calls
+from models.chat import call_formats, tool_calls
+
+KINDS = {
+  "city": {"type": "string"},
+  "x": {"type": "array"},
+  "y": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+  "n": {"type": "number"},
+  "ok": {"type": "boolean"},
+  "mode": {"enum": [1, 2]},
+}
+TOOLS = [
+  {
+    "type": "function",
+    "function": {"name": name, "parameters": {"properties": KINDS}},
+  }
+  for name in ("weather", "f")
+]
 
 
 def block(text):
@@ -47,9 +63,14 @@ def test_an_answer_is_taken_apart():
   ],
 )
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_written_answer_is_read_as_it_was(answer, thinking):
-  text = tool_calls.after_prompt(tool_calls.write(answer), thinking=thinking)
-  assert tool_calls.parse(text, thinking=thinking) == answer
+@pytest.mark.parametrize("form", call_formats.FORMATS)
+def test_a_written_answer_is_read_as_it_was(answer, thinking, form):
+  text = tool_calls.write(answer, form)
+  text = tool_calls.after_prompt(text, thinking=thinking)
+  read = tool_calls.parse(
+    text, thinking=thinking, call_format=form, tools=TOOLS
+  )
+  assert read == answer
 
 
 def test_an_answer_closes_the_thinking_that_its_prompt_has_opened():
@@ -61,11 +82,84 @@ def test_an_answer_closes_the_thinking_that_its_prompt_has_opened():
     assert tool_calls.after_prompt(text, thinking=False) == text
 
 
-def test_a_call_is_written_as_qwen3_writes_it():
+def test_a_call_is_written_as_models_write_it():
   call = tool_calls.Call("f", '{"x": 1}')
-  assert tool_calls.write(tool_calls.Answer("a", (call,))) == (
-    'a\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+  answer = tool_calls.Answer("a", (call, call))
+  written = [tool_calls.write(answer, form) for form in call_formats.FORMATS]
+  hermes = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+  llama = '{"name": "f", "parameters": {"x": 1}}'
+  coder = (
+    "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n"
+    "</tool_call>"
   )
+  assert written == [
+    f"a\n{hermes}\n{hermes}",
+    f"a\n{llama}; {llama}",
+    f"a\n{coder}\n{coder}",
+  ]
+
+
+def llama(text, tools=TOOLS):
+  return tool_calls.parse(text, call_format=call_formats.LLAMA, tools=tools)
+
+
+def test_an_object_without_tags_is_a_call_where_there_are_tools():
+  text = '{\n  "name": "f", "parameters": {"x": {"name": "g"}}\n} ;'
+  call = tool_calls.Call("f", '{"x": {"name": "g"}}')
+  assert llama(f"So: {text} ") == tool_calls.Answer("So:", (call,))
+  assert llama(text, ()) == tool_calls.Answer(text)
+  for other in (
+    '{"name": "f"}',
+    '{"name": "f", "parameters": 3}',
+    "{1: 2",
+    "{",
+  ):
+    assert llama(other) == tool_calls.Answer(other)
+
+
+def tagged(**arguments):
+  pieces = [
+    f"<parameter={name}>\n{text}\n</parameter>\n"
+    for name, text in arguments.items()
+  ]
+  text = (
+    f"<tool_call>\n<function=f>\n{''.join(pieces)}</function>\n</tool_call>"
+  )
+  answer = tool_calls.parse(
+    text, call_format=call_formats.QWEN_CODER, tools=TOOLS
+  )
+  return json.loads(answer.tool_calls[0].arguments)
+
+
+def test_arguments_in_tags_have_the_types_of_their_schema():
+  texts = {"city": "5", "x": "[1]", "y": "null", "n": "1.5", "ok": "True"}
+  values = {"city": "5", "x": [1], "y": None, "n": 1.5, "ok": True}
+  assert tagged(**texts, mode="2") == values | {"mode": 2}
+  # What has another type than its schema is for the function to refuse.
+  assert tagged(y="5", n="many", ok="0") == {"y": "5", "n": "many", "ok": 0}
+  # No schema: text, unless it can only be JSON.
+  assert tagged(z="5", code="{", o='{"a": 1}') == {
+    "z": "5",
+    "code": "{",
+    "o": {"a": 1},
+  }
+  assert tagged(city="\n a\n</parameter> b\n") == {
+    "city": "\n a\n</parameter> b\n"
+  }
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "<tool_call>\n<function=f>\n</function>",
+    "<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>",
+    "<tool_call>\n<function=>\n</function>\n</tool_call>",
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+  ],
+)
+def test_broken_tags_stay_content(text):
+  read = tool_calls.parse(text, call_format=call_formats.QWEN_CODER)
+  assert read == tool_calls.Answer(text)
 
 
 @pytest.mark.parametrize("arguments", ["", "[1]", "3", "{"])

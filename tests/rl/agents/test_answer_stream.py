@@ -12,6 +12,7 @@ from rl.agents import answer_stream
 from rl.engine import contract
 from rl.rollout import episode
 from rl.testing import scripted_engine
+from tests.helpers import chat_messages
 from tests.helpers.chat_messages import GOLDEN
 
 HF = hf_chat.HfChat.load(GOLDEN)
@@ -67,6 +68,24 @@ def test_pieces_add_up_to_the_answer(text, content, reasoning, calls):
     assert "".join(piece for piece, _ in shown).rstrip() == content.rstrip()
     assert parser.answer() == tool_calls.Answer(content, calls, reasoning)
     assert parser.num_tokens == len(ids)
+
+
+@pytest.mark.parametrize("form", chat_messages.FORMS)
+def test_calls_of_another_form_end_the_content(form):
+  chat = chat_messages.chat_of_form(form)
+  text = tool_calls.write(
+    tool_calls.Answer("a {x} <", CALLED), chat.call_format
+  )
+  ids = chat.encode_answer(text).tolist()
+  schema = {"properties": {"a": {"type": "integer"}}}
+  tools = [{"function": {"name": "add", "parameters": schema}}]
+  how = {"chat": chat, "calls": True, "tools": tools}
+  parser, shown = read(ids, **how)
+  assert "".join(piece for piece, _ in shown).rstrip() == "a {x} <"
+  assert parser.answer().tool_calls == CALLED
+  parser, _ = read(ids[:-1] * 2, **how, one_call=True)
+  assert parser.stopped
+  assert parser.num_tokens == len(ids) - 1
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():

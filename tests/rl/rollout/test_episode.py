@@ -300,9 +300,13 @@ def test_an_answer_that_was_aborted_ends_the_episode_and_keeps_its_tokens():
   assert (member.fault, member.num_sampled) == ("aborted", 1)
 
 
+NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 TOOL = {
   "type": "function",
-  "function": {"name": "add", "parameters": {"type": "object"}},
+  "function": {
+    "name": "add",
+    "parameters": {"type": "object", "properties": NUMBERS},
+  },
 }
 
 
@@ -355,15 +359,16 @@ def test_a_given_answer_is_parsed_as_it_was_given(opens):
   assert chat.parse(tokens).content == "5"
 
 
-def test_tools_are_shown_called_and_counted():
+@pytest.mark.parametrize("form", ["", *chat_messages.FORMS])
+def test_tools_are_shown_called_and_counted(form):
   chat = hf_chat.HfChat.load(chat_messages.GOLDEN)
+  chat = chat_messages.chat_of_form(form) if form else chat
   call = base.ToolCall("add", '{"a": 2, "b": 3}')
   said = [
     base.Message("assistant", "", (call,), reasoning="a sum"),
     base.Message("assistant", "It is 5."),
   ]
-  encoded = [chat.encode_answer(episode.as_text(m)).tolist() for m in said]
-  answers = iter(encoded)
+  answers = iter([episode.given_answer(chat, m).tokens.tolist() for m in said])
   engine = scripted_engine.ScriptedEngine(lambda request: next(answers))
   source = Calculator()
   task = source.task(0, "train")
