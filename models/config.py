@@ -90,7 +90,7 @@ class PolicyMaker(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Sizes of a Qwen3, Qwen3-MoE or Llama 3 decoder.
+  """Sizes of a Qwen2.5, Qwen3, Qwen3-MoE or Llama 3 decoder.
 
   Attributes:
     num_kv_heads: key and value heads; each serves num_heads / num_kv_heads
@@ -105,6 +105,7 @@ class ModelConfig:
     rope_theta: base of the wavelengths of the rotary positions.
     rope_scaling: how they stretch beyond the trained length, or None.
     qk_norm: queries and keys are normed, as in Qwen3 and not in Llama 3.
+    qkv_bias: queries, keys and values have a bias, as in Qwen2.5.
     tie_embeddings: the embedding is also the output projection.
     compute: how it is computed.
     lora: adapters, which then are all that trains; None trains everything.
@@ -128,6 +129,7 @@ class ModelConfig:
   rope_scaling: rope.Scaling | None = None
   norm_eps: float = 1e-6
   qk_norm: bool = True
+  qkv_bias: bool = False
   tie_embeddings: bool = True
   compute: Compute = Compute()
   lora: lora_lib.Lora | None = None
@@ -233,6 +235,9 @@ class ModelConfig:
     if experts and not self.qk_norm:
       why = "no published family has both, so it could not be exported"
       yield f"qk_norm=false with num_experts={experts}: {why}; use one of them"
+    if self.qkv_bias and self.qk_norm:
+      why = "no published family has both, so it could not be exported"
+      yield f"qkv_bias=true with qk_norm=true: {why}; use one of them"
     for layer in self.dense_layers:
       if not 0 <= layer < self.num_layers:
         bound = f"names layer {layer}, but they are 0 to {self.num_layers - 1}"

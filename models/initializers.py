@@ -39,6 +39,11 @@ class Initializer:
     """Returns the scale of a norm: ones."""
     return sharding.parameter(jnp.ones(width, self.config.dtype), ("norm",))
 
+  def bias(self, *axes: str) -> nnx.Param:
+    """Returns zeros, which are added to the result of a matrix."""
+    zeros = jnp.zeros(self._shape(axes), self.config.dtype)
+    return sharding.parameter(zeros, axes)
+
   def matrix(
     self, name: str, *axes: str, is_residual: bool = False
   ) -> nnx.Param:

@@ -113,7 +113,7 @@ class Block(nnx.Module):
 
 
 class Transformer(lora.Adapted):
-  """A Qwen3, Qwen3-MoE or Llama 3 decoder, with the methods of `policy.Policy`.
+  """A decoder as of Qwen or Llama, with the methods of `policy.Policy`.
 
   Random matrices are the same with and without adapters, which add nothing yet.
   `Initializer.matrix` gives their standard deviations.

@@ -56,6 +56,7 @@ EXPERTS = {
   "num_experts_per_tok": 2,
 }
 MODELS = {
+  "qwen2": {"rope_theta": 1e4},
   "qwen3": {"rope_theta": 1e4},
   "qwen3_tied_yarn": {
     "tie_word_embeddings": True,
@@ -153,6 +154,9 @@ def write_model(directory: pathlib.Path, sizes: dict) -> None:
   if directory.name.startswith("llama"):
     config = transformers.LlamaConfig(**SIZES | sizes)
     cls = transformers.LlamaForCausalLM
+  elif directory.name.startswith("qwen2"):
+    config = transformers.Qwen2Config(**SIZES | sizes)
+    cls = transformers.Qwen2ForCausalLM
   elif "num_experts" in sizes:
     config = transformers.Qwen3MoeConfig(**SIZES | sizes)
     config._experts_implementation = "eager"

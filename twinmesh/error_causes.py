@@ -543,7 +543,8 @@ CAUSES = (
     title="A published model is not supported",
     sees=(
       "architectures=['Gpt'] is not supported; use a checkpoint of"
-      " Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM"
+      " Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM,"
+      " LlamaForCausalLM, MistralForCausalLM"
     ),
     why="config.json of the model was read in full. What is not known might"
     " change its result, so it is refused rather than ignored.",

@@ -3,7 +3,8 @@
 Letters: B rows, L queries, S keys, D width, H heads, K kv heads, G = H / K,
 d head width.
 
-Sources: Qwen3, arXiv 2505.09388, section 2; Llama 3, 2407.21783, section 3.2.
+Sources: Qwen3, arXiv 2505.09388, section 2; Llama 3, 2407.21783, section 3.2;
+Qwen2.5, 2412.15115, section 2.
 """
 
 import functools
@@ -60,6 +61,12 @@ def _scaled_bwd(
 _scaled.defvjp(_scaled_fwd, _scaled_bwd)
 
 
+def _biased(x: Float[Array, "B L H d"], bias: Float[Array, "H d"]) -> Array:
+  # In float32, so that the gradient is, which is a sum over all tokens.
+  wide = x.astype(jnp.float32) + bias.astype(jnp.float32)
+  return wide.astype(x.dtype)
+
+
 class Attention(lora.Adapted):
   """Projections around the softmax, which `attend` is."""
 
@@ -71,6 +78,10 @@ class Attention(lora.Adapted):
     self.key = matrix("key", "embed", "kv_heads", "head_dim")
     self.value = matrix("value", "embed", "kv_heads", "head_dim")
     self.out = matrix("out", "heads", "head_dim", "embed", is_residual=True)
+    if self.config.qkv_bias:
+      self.query_bias = initializer.bias("heads", "head_dim")
+      self.key_bias = initializer.bias("kv_heads", "head_dim")
+      self.value_bias = initializer.bias("kv_heads", "head_dim")
     if self.config.qk_norm:
       self.query_norm = initializer.norm(width)
       self.key_norm = initializer.norm(width)
@@ -86,6 +97,10 @@ class Attention(lora.Adapted):
     query = lora.matmul(params, "query", x)
     key = lora.matmul(params, "key", x)
     value = lora.matmul(params, "value", x)
+    if self.config.qkv_bias:
+      query = _biased(query, params["query_bias"])
+      key = _biased(key, params["key_bias"])
+      value = _biased(value, params["value_bias"])
     if self.config.qk_norm:
       query = rms_norm(query, params["query_norm"], eps)
       key = rms_norm(key, params["key_norm"], eps)

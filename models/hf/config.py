@@ -22,11 +22,16 @@ It has no weights: a run draws them. `scripts/make_chat_golden.py` made it.
 """
 
 ARCHITECTURES = {
+  "Qwen2ForCausalLM": "qwen2",
   "Qwen3ForCausalLM": "qwen3",
   "Qwen3MoeForCausalLM": "qwen3_moe",
   "LlamaForCausalLM": "llama",
+  "MistralForCausalLM": "mistral",
 }
-"""Supported architectures, and what the file calls their family."""
+"""Supported architectures, and what the file calls their family.
+
+Without a sliding window a Mistral is a Llama, and is written as one.
+"""
 
 _SIZES = {
   "vocab_size": "vocab_size",
@@ -57,7 +62,6 @@ _DEFAULTS = {
 }
 _MUST_BE = {
   "hidden_act": "silu",
-  "attention_bias": False,
   "attention_dropout": 0,
   "use_sliding_window": False,
   "is_encoder_decoder": False,
@@ -67,7 +71,20 @@ _OTHER = {
   *("rope_theta", "rope_scaling", "rope_parameters"),
 }
 # What transformers knows of one family alone.
-_MUST_BE_LLAMA = {"mlp_bias": False, "pretraining_tp": 1}
+_MUST_BE_OF: dict[str, dict[str, Any]] = {
+  "qwen2": {},
+  "qwen3": {"attention_bias": False},
+  "qwen3_moe": {"attention_bias": False},
+  "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+  "mistral": {"sliding_window": None},
+}
+# Of Qwen's own code: Qwen2.5 has the first, and Qwen3-Coder the others.
+_MUST_BE_READ = {
+  "use_mrope": False,
+  "qkv_bias": False,
+  "use_qk_norm": True,
+  "shared_expert_intermediate_size": 0,
+}
 _OTHER_EXPERT = {"num_local_experts", "decoder_sparse_step", "mlp_only_layers"}
 # How the weights were drawn, are sampled from or are kept by transformers, and
 # what SmolLM2 has from nanotron.
@@ -104,6 +121,8 @@ def load(
   """
   path = pathlib.Path(directory, "config.json")
   data = untrusted_files.read_object(path)
+  if data.get("model_type") == "mistral":
+    data.setdefault("sliding_window", 4096)  # As in transformers.
   # What is null takes its default in transformers, and so it does here.
   data = {name: value for name, value in data.items() if value is not None}
   try:
@@ -125,15 +144,17 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   """
   sparse = config.num_experts > 0
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
-  qwen3, qwen3_moe, llama = ARCHITECTURES
-  architecture = (qwen3_moe if sparse else qwen3) if config.qk_norm else llama
+  family = "qwen2" if config.qkv_bias else "llama"
+  if config.qk_norm:
+    family = "qwen3_moe" if sparse else "qwen3"
+  named = next(name for name, own in ARCHITECTURES.items() if own == family)
   data = {
-    "architectures": [architecture],
-    "model_type": ARCHITECTURES[architecture],
+    "architectures": [named],
+    "model_type": family,
     "torch_dtype": config.dtype,
     "rope_theta": config.rope_theta,
     "rope_scaling": _scaling_to_hf(config.rope_scaling),
-    **(_MUST_BE if config.qk_norm else _MUST_BE | _MUST_BE_LLAMA),
+    **(_MUST_BE | _MUST_BE_OF[family]),
     **{name: getattr(config, field) for name, field in names.items()},
   }
   if isinstance(config.rope_scaling, rope.Yarn):
@@ -154,14 +175,16 @@ def _read(
   sparse = family == "qwen3_moe"
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
   data = data | _one_name(data, "num_experts", "num_local_experts", sparse)
-  must_be = _MUST_BE
-  if family == "llama":
-    must_be = _MUST_BE | _MUST_BE_LLAMA
-    data = _with_head_dim(data)
+  normed = family in ("qwen3", "qwen3_moe")
+  data = data if normed else _with_head_dim(data)
   known = {*names, *_OTHER, *(_OTHER_EXPERT if sparse else ())}
-  _refuse(data, known, must_be)
+  _refuse(data, known, _MUST_BE | _MUST_BE_OF[family] | _MUST_BE_READ)
   kinds = {f.name: f.type for f in dataclasses.fields(config_lib.ModelConfig)}
-  fields: dict[str, Any] = {"num_experts": 0, "qk_norm": family != "llama"}
+  fields: dict[str, Any] = {
+    "num_experts": 0,
+    "qk_norm": normed,
+    "qkv_bias": family == "qwen2",
+  }
   for name, field in names.items():
     if name not in data and name not in _DEFAULTS:
       raise ValueError(f"{name} is missing; every published file has it")
@@ -203,9 +226,9 @@ def _family(data: Mapping[str, Any]) -> str:
 
 
 def _with_head_dim(data: dict[str, Any]) -> dict[str, Any]:
-  """Returns the data of a Llama, whose width of heads is a quotient if missing.
+  """Returns data in which the width of heads is a quotient if it is missing.
 
-  Files of 3.1 do not have it.
+  Files of Qwen2.5 and Llama 3.1 do not have it.
   """
   width, heads = data.get("hidden_size"), data.get("num_attention_heads")
   if type(width) is not int or type(heads) is not int or heads < 1:

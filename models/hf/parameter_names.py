@@ -1,8 +1,8 @@
 """The map between our parameters and the tensors of Hugging Face's models.
 
 A Linear is stored there as a matrix [out, in]; ours is [*in, *out], with heads
-and their width as axes of their own. Experts are a tensor each there, and
-stacked here.
+and their width as axes of their own, and so is a bias. Experts are a tensor
+each there, and stacked here.
 """
 
 import dataclasses
@@ -29,6 +29,9 @@ _LAYER = {
   "attention.key": ("self_attn.k_proj", 1),
   "attention.value": ("self_attn.v_proj", 1),
   "attention.out": ("self_attn.o_proj", 2),
+  "attention.query_bias": ("self_attn.q_proj.bias", 0),
+  "attention.key_bias": ("self_attn.k_proj.bias", 0),
+  "attention.value_bias": ("self_attn.v_proj.bias", 0),
   "attention.query_norm": ("self_attn.q_norm", 0),
   "attention.key_norm": ("self_attn.k_norm", 0),
   "mlp_norm": ("post_attention_layernorm", 0),
@@ -70,6 +73,8 @@ class Entry:
     """Our axes in each axis of the tensor, experts stacked in front."""
     first = int(self.stacked)
     axes = tuple(range(len(self.shape)))
+    if not self.num_in and self.axes[-1] == "head_dim":  # A bias.
+      return (axes,)
     if not self.num_in:
       return tuple((axis,) for axis in axes)
     end = first + self.num_in
@@ -96,7 +101,7 @@ class Entry:
   def to_stored(self, ours: Any) -> Any:
     """Returns our array as theirs, experts stacked; inverse of `to_ours`."""
     if not self.num_in:
-      return ours
+      return ours.reshape(self.stored_shape)
     expert, out, inner = (1, *self.stored_shape)[-3:]
     flat = ours.reshape(*((expert,) if self.stacked else ()), inner, out)
     return flat.swapaxes(-1, -2)
@@ -126,7 +131,8 @@ def entries(config: config_lib.ModelConfig) -> definition.Params:
     theirs, num_in = names[name]
     if not inside:
       return Entry((theirs,), axes, shape.shape, num_in)
-    full = f"model.layers.{keys[1]}.{theirs}.weight"
+    kind = "" if theirs.endswith(".bias") else ".weight"
+    full = f"model.layers.{keys[1]}.{theirs}{kind}"
     names = (full,)
     if axes[0] == "experts":
       names = tuple(full.format(e) for e in range(config.num_experts))

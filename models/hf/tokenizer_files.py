@@ -170,7 +170,8 @@ def write(
   A conversation whose messages of the role "assistant" are the answers gets
   the ids that `open`, `encode_answer` and `append` emit; the other roles
   leave no trace there either. A word that is not in the list is an error there
-  too.
+  too. Beside the config.json of a Qwen2.5 transformers reads all tokenizers as
+  that model's own.
 
   Returns:
     The special ids for config.json.

@@ -1,8 +1,8 @@
 """Dimension numbers for Muon: the parameters that are matrices, their axes.
 
 Projections of attention, all heads in one, of MLPs, of each expert, and their
-adapters. Embeddings, heads and routers do not count, as their rows are
-looked up or compared one by one, nor do norms and a critic, which are vectors.
+adapters. Embeddings, heads and routers do not count, as their rows are looked
+up or compared one by one, nor do norms, biases and a critic, which are vectors.
 """
 
 import math
@@ -68,7 +68,8 @@ def _of_matrix(path: tuple[Any, ...], leaf: Any) -> _Sides:
 def _sides(path: tuple[Any, ...], leaf: Any) -> _Sides | None:
   """Returns the sides of a parameter, or None if it is not a matrix."""
   names = parameter_axes.of(path)
-  if not names or "norm" in names or "router" in names:
+  # Vectors, of norms and biases, have neither axis.
+  if "router" in names or not {"embed", "rank"}.intersection(names):
     return None
   if leaf.ndim < len(names):  # Of another policy, with heads in one axis.
     return None

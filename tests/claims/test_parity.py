@@ -24,7 +24,7 @@ pytestmark = pytest.mark.compiled
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "models" / "golden"
 MODELS = (
-  *("qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed"),
+  *("qwen2", "qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed"),
   *("llama3", "llama3_tied"),
 )
 LOGITS = 2e-5  # Absolute; the largest logit is 5.

@@ -1,4 +1,4 @@
-"""Qwen3 and Llama 3 in float64 NumPy, token by token and head by head.
+"""Qwen2.5, Qwen3 and Llama 3 in float64 NumPy, token by token and head by head.
 
 It knows a checkpoint by the names of its tensors and its config.json, and
 shares no code with what it checks; `checkpoint` gives our parameters the same
@@ -52,12 +52,14 @@ def attention(layer: Tensors, config: Mapping[str, Any], x: np.ndarray):
   frequency, growth = rotary(config)
 
   def heads(name, token):
-    return (layer[f"self_attn.{name}_proj"] @ token).reshape(-1, width)
+    out = layer[f"self_attn.{name}_proj"] @ token
+    out = out + layer.get(f"self_attn.{name}_proj.bias", 0.0)
+    return out.reshape(-1, width)
 
   def placed(name, token, position):
     """Positions turn x[i] + i x[i + half] in the complex plane."""
     h = heads(name, token)
-    if config["model_type"] != "llama":
+    if f"self_attn.{name}_norm" in layer:
       h = norm(h, layer[f"self_attn.{name}_norm"], eps)
     z = h[:, : width // 2] + 1j * h[:, width // 2 :]
     z = z * np.exp(1j * position * frequency) * growth
@@ -146,6 +148,8 @@ def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
       "self_attn.v_proj": ours["value"].reshape(d_model, -1).T,
       "self_attn.o_proj": ours["out"].reshape(-1, d_model).T,
     }
+    for name in ("query", "key", "value") if "query_bias" in ours else ():
+      own[f"self_attn.{name[0]}_proj.bias"] = ours[f"{name}_bias"].reshape(-1)
     for name in ("query", "key") if "query_norm" in ours else ():
       own[f"self_attn.{name[0]}_norm"] = ours[f"{name}_norm"]
     for name in ("gate", "up", "down"):
@@ -156,4 +160,7 @@ def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
       for e, matrix in enumerate(layer["moe"][name]):
         own[f"mlp.experts.{e}.{name}_proj"] = matrix.T
     named |= {f"model.layers.{index}.{k}": v for k, v in own.items()}
-  return {f"{name}.weight": np.asarray(v) for name, v in named.items()}
+  return {
+    name if name.endswith(".bias") else f"{name}.weight": np.asarray(v)
+    for name, v in named.items()
+  }

@@ -42,6 +42,10 @@ from rl.settings import overrides as overrides_lib
       "model.qk_norm=false with num_experts=4: no published family has both",
     ),
     (
+      {"qkv_bias": True},
+      "model.qkv_bias=true with qk_norm=true: no published family has both",
+    ),
+    (
       {"dense_layers": (1, 4)},
       "model.dense_layers=(1, 4) names layer 4, but they are 0 to 3",
     ),

@@ -93,6 +93,63 @@ LLAMA = {
   "use_cache": True,
   "vocab_size": 128256,
 }
+# Qwen/Qwen2.5-0.5B, mistralai/Mistral-Nemo-Base-2407 and what Qwen3-Coder has
+# beside the fields of Qwen3-MoE.
+BIASED = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "attention_dropout": 0.0,
+  "bos_token_id": 151643,
+  "eos_token_id": 151643,
+  "hidden_act": "silu",
+  "hidden_size": 896,
+  "initializer_range": 0.02,
+  "intermediate_size": 4864,
+  "max_position_embeddings": 32768,
+  "max_window_layers": 24,
+  "model_type": "qwen2",
+  "num_attention_heads": 14,
+  "num_hidden_layers": 24,
+  "num_key_value_heads": 2,
+  "rms_norm_eps": 1e-06,
+  "rope_theta": 1000000.0,
+  "sliding_window": 32768,
+  "tie_word_embeddings": True,
+  "torch_dtype": "bfloat16",
+  "transformers_version": "4.40.1",
+  "use_cache": True,
+  "use_mrope": False,
+  "use_sliding_window": False,
+  "vocab_size": 151936,
+}
+NEMO = {
+  "architectures": ["MistralForCausalLM"],
+  "attention_dropout": 0.0,
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+  "head_dim": 128,
+  "hidden_act": "silu",
+  "hidden_size": 5120,
+  "initializer_range": 0.02,
+  "intermediate_size": 14336,
+  "max_position_embeddings": 128000,
+  "model_type": "mistral",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 40,
+  "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-05,
+  "rope_theta": 1000000.0,
+  "sliding_window": None,
+  "tie_word_embeddings": False,
+  "torch_dtype": "bfloat16",
+  "transformers_version": "4.43.0.dev0",
+  "use_cache": True,
+  "vocab_size": 131072,
+}
+CODER = {
+  "qkv_bias": False,
+  "shared_expert_intermediate_size": 0,
+  "use_qk_norm": True,
+}
 YARN = {
   "rope_type": "yarn",
   "factor": 4.0,
@@ -113,6 +170,40 @@ def test_published_files_are_the_presets(tmp_path):
     "30b-a3b", compute=compute
   )
   assert read(tmp_path, LLAMA) == config_lib.llama3("3.1-8b", compute=compute)
+
+
+def test_other_families_are_read(tmp_path):
+  biased = read(tmp_path, BIASED)
+  assert (biased.head_dim, biased.qk_norm, biased.qkv_bias) == (64, False, True)
+  assert read(tmp_path, SPARSE | CODER) == read(tmp_path, SPARSE)
+  # Without a window a Mistral is a Llama.
+  nemo = read(tmp_path, NEMO)
+  assert (nemo.head_dim, nemo.qk_norm, nemo.qkv_bias) == (128, False, False)
+  llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+  assert nemo == read(tmp_path, NEMO | llama)
+
+
+@pytest.mark.parametrize(
+  ("data", "message"),
+  [
+    (NEMO | {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+    # Its default in transformers.
+    (
+      {k: v for k, v in NEMO.items() if k != "sliding_window"},
+      "sliding_window=4096 is not supported; use a checkpoint with null",
+    ),
+    (BIASED | {"use_mrope": True}, "use_mrope=true is not supported"),
+    (BIASED | {"use_sliding_window": True}, "use_sliding_window=true is not"),
+    (SPARSE | CODER | {"qkv_bias": True}, "qkv_bias=true is not supported"),
+    (
+      SPARSE | CODER | {"shared_expert_intermediate_size": 512},
+      "shared_expert_intermediate_size=512 is not supported",
+    ),
+  ],
+)
+def test_parts_of_other_families_are_refused(data, message, tmp_path):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    read(tmp_path, data)
 
 
 def test_fields_that_transformers_does_not_compute_with_are_passed_over(
@@ -162,6 +253,7 @@ def test_files_of_transformers_5_are_read():
     *map(config_lib.qwen3_moe, ("30b-a3b", "235b-a22b", "480b-a35b")),
     *map(config_lib.llama3, ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")),
     config_lib.tiny(rope_scaling=rope.Linear(factor=2.0), compute=FLOAT32),
+    config_lib.tiny(qk_norm=False, qkv_bias=True, compute=FLOAT32),
     config_lib.tiny(
       compute=FLOAT32,
       rope_scaling=rope.Yarn(
@@ -202,9 +294,10 @@ def test_any_computation_can_be_asked_for(tmp_path):
   ("changes", "message"),
   [
     (
-      {"architectures": ["Qwen2ForCausalLM"]},
-      "architectures=['Qwen2ForCausalLM'] is not supported; use a checkpoint "
-      "of Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM",
+      {"architectures": ["Phi3ForCausalLM"]},
+      "architectures=['Phi3ForCausalLM'] is not supported; use a checkpoint "
+      "of Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
+      "LlamaForCausalLM, MistralForCausalLM",
     ),
     (
       {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},

@@ -57,8 +57,12 @@ def assert_bits_equal(one, other):
     {"tie_embeddings": True},
     {"num_experts": 0, "dense_layers": ()},
     {"num_experts": 0, "dense_layers": (), "tie_embeddings": True},
+    {
+      **{"num_experts": 0, "dense_layers": ()},
+      **{"qk_norm": False, "qkv_bias": True},
+    },
   ],
-  ids=["moe", "moe tied", "dense", "dense tied"],
+  ids=["moe", "moe tied", "dense", "dense tied", "biased"],
 )
 def test_what_was_exported_is_loaded_bit_for_bit(dtype, changes, tmp_path):
   config = sizes(dtype, **changes)

@@ -27,7 +27,8 @@ SIZES = {
 
 def _shapes(sparse, adapters=None):
   kind = config_lib.tiny_moe if sparse else config_lib.tiny
-  return policy_lib.of(kind(**SIZES, lora=adapters)).shapes
+  config = kind(**SIZES, lora=adapters, qkv_bias=not sparse)
+  return policy_lib.of(config).shapes
 
 
 def _labels(params):
@@ -50,6 +51,7 @@ def test_projections_are_matrices_and_all_else_is_not(sparse):
   adam = {path[-1] for path, label in labelled.items() if label == "adam"}
   assert {"embed", "final_norm", "query_norm", "attention_norm"} <= adam
   assert ("kernel" in adam) == sparse
+  assert ("query_bias" in adam) != sparse
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])

@@ -205,7 +205,10 @@ def test_stacked_layers_step_as_if_each_were_alone(optimizer):
   def layer(seed, size):
     return {
       "attention_norm": _draws(4, scale=size, seed=seed),
-      "attention": {"query": _draws(4, 2, 3, scale=size, seed=seed)},
+      "attention": {
+        "query": _draws(4, 2, 3, scale=size, seed=seed),
+        "query_bias": _draws(2, 3, scale=size, seed=seed),
+      },
       "moe": {"gate": _draws(3, 4, 2, scale=size, seed=seed)},
       "mlp": {"lora": {"up": {"a": _draws(4, 2, scale=size, seed=seed)}}},
     }
