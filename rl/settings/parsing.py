@@ -83,6 +83,8 @@ def read_field(
 def check_kinds(tree: Any, path: str) -> None:
   """Checks that fields of an object made in Python hold what they should.
 
+  Or their default, as the None of somebody's `limit: int = None`.
+
   Raises:
     SettingError: one holds something else, such as a class in the place of an
       object, or text that the command line would take.
@@ -93,7 +95,8 @@ def check_kinds(tree: Any, path: str) -> None:
     return
   for name, hint in hints.items():
     value = getattr(tree, name)
-    if annotations.takes(hint, value):
+    is_default = getattr(type(tree), name, ...) is value
+    if is_default or annotations.takes(hint, value):
       continue
     where = f"{path}.{name}" if path else name
     if isinstance(value, type):

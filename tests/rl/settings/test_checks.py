@@ -83,6 +83,13 @@ def test_a_value_of_another_kind_is_named_before_it_is_used(changes, message):
     checks.validate_parts(dataclasses.replace(tree, **changes), "run")
 
 
+def test_a_default_needs_no_right_annotation():
+  limited = dataclasses.make_dataclass("Limited", [("limit", int, None)])
+  checks.validate_parts(limited())
+  with pytest.raises(ValueError, match="^limit='5': expected int$"):
+    checks.validate_parts(limited("5"))
+
+
 def test_a_file_called_as_a_part_keeps_its_name():
   with pytest.raises(ValueError, match=r"^rate\.jsonl:1: no object$"):
     checks.validate(Owner(Table("rate.jsonl")))
