@@ -1,7 +1,7 @@
 """The sizes of a model: checked, as published, and what they add up to.
 
 qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes, in bfloat16
-llama3("3.1-8b")
+qwen2_5("7b") llama3("3.1-8b")
 models.hf.config.load(directory)     sizes of a checkpoint
 tiny() tiny_moe()                    for a CPU
 """
@@ -252,6 +252,20 @@ class ModelConfig:
       yield f"lora.targets names 'router', but {why}; leave it out"
 
 
+def qwen2_5(size: str, **overrides: Any) -> ModelConfig:
+  """Returns a published Qwen2.5-Instruct, overridden.
+
+  The base models, and those for mathematics, have another max_length.
+
+  Args:
+    size: 0.5b, 1.5b, 3b, 7b, 14b, 32b or 72b.
+
+  Source: arXiv 2412.15115, table 1, and config.json of
+  Qwen/Qwen2.5-0.5B-Instruct, ...
+  """
+  return _published("Qwen2.5", _QWEN2_5, size, overrides)
+
+
 def qwen3(size: str, **overrides: Any) -> ModelConfig:
   """Returns a published dense Qwen3, overridden.
 
@@ -384,6 +398,27 @@ def _llama(
     "qk_norm": False,
   }
 
+
+def _qwen2_5(dense: dict[str, Any]) -> dict[str, Any]:
+  is_small, d_model = dense["tie_embeddings"], dense["d_model"]
+  return dense | {
+    "vocab_size": 151_936 if is_small else 152_064,
+    "head_dim": d_model // dense["num_heads"],
+    "max_length": 32_768,
+    "qk_norm": False,
+    "qkv_bias": True,
+  }
+
+
+_QWEN2_5 = {
+  "0.5b": _qwen2_5(_dense(24, 896, (14, 2), 4864, True)),
+  "1.5b": _qwen2_5(_dense(28, 1536, (12, 2), 8960, True)),
+  "3b": _qwen2_5(_dense(36, 2048, (16, 2), 11_008, True)),
+  "7b": _qwen2_5(_dense(28, 3584, (28, 4), 18_944, False)),
+  "14b": _qwen2_5(_dense(48, 5120, (40, 8), 13_824, False)),
+  "32b": _qwen2_5(_dense(64, 5120, (40, 8), 27_648, False)),
+  "72b": _qwen2_5(_dense(80, 8192, (64, 8), 29_568, False)),
+}
 
 _QWEN3 = {
   "0.6b": _dense(28, 1024, (16, 8), 3072, True),

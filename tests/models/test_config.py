@@ -115,6 +115,19 @@ PUBLISHED_MOE = {
 }
 
 
+# In all and without embeddings, by the cards of Qwen/Qwen2.5-0.5B-Instruct and
+# so on.
+PUBLISHED_QWEN2_5 = {
+  "0.5b": (0.49, 0.36),
+  "1.5b": (1.54, 1.31),
+  "3b": (3.09, 2.77),
+  "7b": (7.61, 6.53),
+  "14b": (14.7, 13.1),
+  "32b": (32.5, 31.0),
+  "72b": (72.7, 70.0),
+}
+
+
 # In all, by the cards of meta-llama/Llama-3.2-1B and so on; of 3.1-8B and
 # 3.1-70B as their safetensors index counts them.
 PUBLISHED_LLAMA = {
@@ -156,6 +169,17 @@ def test_sparse_presets_have_the_published_number_of_parameters(size):
     outside = total - outside_embeddings(config)
     assert outside == pytest.approx(rest * 1e9, rel=0.002)
   assert config.num_sparse == config.num_layers
+
+
+@pytest.mark.parametrize("size", PUBLISHED_QWEN2_5)
+def test_qwen2_5_presets_have_the_published_number_of_parameters(size):
+  # Within 1 %, because 0.358 is published as 0.36, and 14.77 as 14.7.
+  config = config_lib.qwen2_5(size)
+  config.validate()
+  total = memory_report.num_params(config).total
+  rest = total - outside_embeddings(config)
+  wanted = [pytest.approx(x * 1e9, rel=0.01) for x in PUBLISHED_QWEN2_5[size]]
+  assert [total, rest] == wanted
 
 
 @pytest.mark.parametrize("size", PUBLISHED_LLAMA)
