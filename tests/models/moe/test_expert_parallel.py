@@ -15,8 +15,15 @@ from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
 
-# No experts apart, one on each of 8 devices, and both beside other axes.
-MESHES = [(1, 1, 8), (1, 8, 1), (2, 2, 2), (4, 2, 1)]
+# No experts apart, one on each of 8 devices, and both beside other axes; then
+# other rules for parameters.
+LAYOUTS = [
+  ((1, 1, 8), sharding.Rules()),
+  ((1, 8, 1), sharding.Rules()),
+  ((2, 2, 2), sharding.Rules()),
+  ((2, 4, 1), sharding.DECODE),
+  ((2, 4, 1), sharding.Rules(experts=None, mlp=None)),
+]
 TOKENS, WIDTH = 512, 16
 
 CONFIG = config_lib.tiny_moe(
@@ -104,9 +111,9 @@ def wanted():
   }
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_a_mesh_computes_what_one_device_does(sizes, wanted):
-  layout = layout_of(sizes)
+@pytest.mark.parametrize(("sizes", "rules"), LAYOUTS)
+def test_a_mesh_computes_what_one_device_does(sizes, rules, wanted):
+  layout = dataclasses.replace(layout_of(sizes), rules=rules)
   params = jax.device_put(
     weights(CONFIG), layout.tree(small_models.moe(CONFIG).axes)
   )
@@ -191,11 +198,10 @@ def test_tokens_travel_in_the_dtype_of_the_model(dtype, name):
   assert len(moved) > 4
 
 
-@pytest.mark.parametrize("count", [1, 6])
-def test_a_few_tokens_need_not_divide_over_the_devices(count):
+def test_a_few_tokens_need_not_divide_over_the_devices():
+  # Over four: 2, 2, 2 and none.
   layout = layout_of((2, 2, 2))
-  x, ones = noise(5, count, WIDTH), np.ones(count, np.int32)
-  target = noise(7, count, WIDTH)
+  x, ones, target = noise(5, 6, WIDTH), np.ones(6, np.int32), noise(7, 6, WIDTH)
   args = (weights(CONFIG), x, ones, None, target)
   agree(stepper(CONFIG, layout)(*args), stepper(CONFIG, None)(*args))
 
@@ -230,19 +236,6 @@ def test_adapters_are_split_as_their_experts_are():
   x, ones = noise(5, TOKENS, WIDTH), np.ones(TOKENS, np.int32)
   args = (params, x, ones, None, noise(7, TOKENS, WIDTH))
   agree(stepper(config, layout)(*args), stepper(config, None)(*args))
-
-
-def test_other_rules_for_parameters_change_nothing(wanted):
-  layout = layout_of((2, 4, 1))
-  target = noise(7, TOKENS, WIDTH)
-  name, x, copies, chosen = next(batches())
-  for rules in (sharding.DECODE, sharding.Rules(experts=None, mlp=None)):
-    layout = dataclasses.replace(layout, rules=rules)
-    params = jax.device_put(
-      weights(CONFIG), layout.tree(small_models.moe(CONFIG).axes)
-    )
-    got = stepper(CONFIG, layout)(params, x, copies, chosen, target)
-    agree(got, wanted[name])
 
 
 def test_interpreted_kernels_are_refused_on_a_mesh():
