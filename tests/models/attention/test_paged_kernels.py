@@ -45,6 +45,12 @@ def draw(groups=4, chunk=1, width=128, page_size=16):
   )
 
 
+@functools.cache
+def by_tiles(**sizes):
+  """Returns what tiles of pages make of `draw`, as one program."""
+  return jax.jit(functools.partial(paged.by_tiles, tile=128))(*draw(**sizes))
+
+
 def assert_close(found, expected):
   # Of values of about 1 a bfloat16 has 2^-8; 0.008 is typical.
   np.testing.assert_allclose(
@@ -58,43 +64,40 @@ def assert_close(found, expected):
 def test_the_kernel_of_a_tpu_agrees_with_tiles(monkeypatch):
   # Two calls of two rows each.
   monkeypatch.setattr(paged_kernels, "_MAX_TABLE", 64)
-  args = draw()
   with pltpu.force_tpu_interpret_mode():
-    found = paged_kernels.attend(*args, platform="tpu")
-  assert_close(found, paged.by_tiles(*args, tile=128))
+    found = paged_kernels.attend(*draw(), platform="tpu")
+  assert_close(found, by_tiles())
+
+
+# One program has all keys of a row; with many, some have none to read.
+ONE = paged_triton.PageTiling(programs=1)
+MANY = paged_triton.PageTiling(programs=100, keys=32)
+LARGE = paged_triton.PageTiling(queries=16, keys=128)
 
 
 @pytest.mark.parametrize(
-  "tiling",
+  ("sizes", "tiling"),
   [
-    None,
-    # One program has all keys of a row; with many, some have none to read.
-    paged_triton.PageTiling(programs=1),
-    paged_triton.PageTiling(programs=100, keys=32),
-    paged_triton.PageTiling(queries=16, keys=128),
-  ],
-  ids=str,
-)
-@pytest.mark.parametrize(
-  "sizes",
-  [
-    {},
-    {"groups": 1, "width": 64},
-    # Five queries of three heads share their keys: 15 of 16 rows.
-    {"groups": 3, "chunk": 5, "page_size": 4},
-    # Two tiles of queries, of which the last is filled up.
-    {"groups": 2, "chunk": 40, "width": 64},
-    # A page is more than a block.
-    {"page_size": 128, "width": 16},
-    {"page_size": 1, "chunk": 3, "width": 32},
-    {"groups": 2, "chunk": 40, "width": 256},
+    (sizes, tiling)
+    for sizes, tilings in (
+      ({}, (None, ONE, MANY)),
+      ({"groups": 1, "width": 64}, (None, LARGE)),
+      # Five queries of three heads share their keys: 15 of 16 rows.
+      ({"groups": 3, "chunk": 5, "page_size": 4}, (None, ONE, LARGE)),
+      # Two tiles of queries, of which the last is filled up.
+      ({"groups": 2, "chunk": 40, "width": 64}, (None, MANY, LARGE)),
+      # A page is more than a block.
+      ({"page_size": 128, "width": 16}, (None, ONE, MANY)),
+      ({"page_size": 1, "chunk": 3, "width": 32}, (None, ONE, LARGE)),
+      ({"groups": 2, "chunk": 40, "width": 256}, (None,)),
+    )
+    for tiling in tilings
   ],
   ids=str,
 )
 def test_the_kernel_of_a_gpu_agrees_with_tiles(sizes, tiling):
-  args = draw(**sizes)
   attend = functools.partial(paged_triton.attend, tiling=tiling, interpret=True)
-  assert_close(jax.jit(attend)(*args), paged.by_tiles(*args, tile=128))
+  assert_close(jax.jit(attend)(*draw(**sizes)), by_tiles(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -110,12 +113,11 @@ def test_what_is_not_finite_reaches_only_those_who_see_it(
   platform, attend, monkeypatch
 ):
   query, positions, cache, layer, tables = draw()
-  expected = paged.by_tiles(query, positions, cache, layer, tables, tile=128)
   monkeypatch.setattr(sharding, "platform", lambda layout: platform)
   # Behind the last key that each row sees; of the fourth there is no place.
-  behind = positions[:, 0] + 1
+  behind = positions + 1
   owners = jnp.arange(4, dtype=jnp.int32)
-  at = kv_cache.addresses(cache, tables, owners, behind)
+  at = kv_cache.addresses(cache, tables, owners, behind[:, 0])
   bad = jnp.full((4, 2, 128), jnp.nan, jnp.bfloat16)
   cache = kv_cache.write(cache, layer, at, bad, bad)
   with (
@@ -123,9 +125,10 @@ def test_what_is_not_finite_reaches_only_those_who_see_it(
     if platform == "tpu"
     else contextlib.nullcontext()
   ):
+    attend = jax.jit(attend)
     found = attend(query, positions, cache, layer, tables)
-    seen = attend(query[:3], behind[:3, None], cache, layer, tables[:3])
-  assert_close(found, expected)
+    seen = attend(query, behind.at[3].add(-1), cache, layer, tables)[:3]
+  assert_close(found, by_tiles())
   # A kernel of a TPU takes no nan.
   assert np.isnan(seen.astype(jnp.float32)).all() == (platform != "tpu")
 
