@@ -48,6 +48,26 @@ def random_marks(rng, length, first):
   return mask.TokenMask(order, segments, parents)
 
 
+def run(attend, masks, q, first, second):
+  """Returns the result for two sources, and gradients of all three."""
+  own, past, new = masks
+
+  def mix(q, first, second):
+    sources = [
+      mask.KeyValues(first, first + 1, past),
+      mask.KeyValues(second, second + 1, new),
+    ]
+    return attend(q, own, sources)
+
+  out, pull = jax.vjp(mix, q, first, second)
+  return out, *pull(jnp.sin(out))
+
+
+WHOLE = jax.jit(
+  functools.partial(run, functools.partial(attention.attend, form="reference"))
+)
+
+
 @pytest.mark.parametrize(
   ("block", "wrap"),
   [(1, jax.jit), (4, jax.jit), (7, jax.jit), (100, jax.jit), (7, lambda f: f)],
@@ -65,23 +85,9 @@ def test_tiles_of_any_size_see_what_a_whole_matrix_sees(block, wrap):
     jnp.tile(jnp.array([1, 2, 3, -1], jnp.int32), (2, 3)),
   )
 
-  def mix(attend, q, first, second):
-    sources = [
-      mask.KeyValues(first, first + 1, past),
-      mask.KeyValues(second, second + 1, new),
-    ]
-    return attend(q, token_mask, sources)
-
-  def run(attend, *args):
-    out, pull = jax.vjp(functools.partial(mix, attend), *args)
-    return out, *pull(jnp.sin(out))
-
+  args = (token_mask, past, new), q, first, second
   tiles = functools.partial(blockwise.attend, block=block)
-  whole = functools.partial(attention.attend, form="reference")
-  actual, expected = (
-    wrap(functools.partial(run, attend))(q, first, second)
-    for attend in (tiles, whole)
-  )
+  actual, expected = wrap(functools.partial(run, tiles))(*args), WHOLE(*args)
   jax.tree.map(
     lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6),
     actual,
