@@ -86,7 +86,7 @@ def test_a_value_of_another_kind_is_named_before_it_is_used(changes, message):
 def test_a_default_needs_no_right_annotation():
   limited = dataclasses.make_dataclass("Limited", [("limit", int, None)])
   checks.validate_parts(limited())
-  with pytest.raises(ValueError, match="^limit='5': expected int$"):
+  with pytest.raises(ValueError, match=r"^limit='5': expected int$"):
     checks.validate_parts(limited("5"))
 
 
