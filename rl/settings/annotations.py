@@ -172,11 +172,14 @@ def _takes(member: Any, value: Any) -> bool:
     return callable(value)
   if is_a(own, Sequence) and isinstance(value, Sequence):
     return isinstance(value, str) == (own is str)
+  if is_a(own, Mapping):  # A TypedDict, too, which refuses isinstance().
+    return isinstance(value, Mapping)
   if getattr(own, "_is_protocol", False):
     is_class = isinstance(value, type)
     return is_setting(type(value)) or (not is_class and fits(own, value))
-  # Of Any and of type variables nothing is known.
-  return not isinstance(own, type) or isinstance(value, _NUMBERS.get(own, own))
+  # Of Any, a class since Python 3.11, and of type variables nothing is known.
+  is_known = isinstance(own, type) and own is not Any
+  return not is_known or isinstance(value, _NUMBERS.get(own, own))
 
 
 def public(protocol: Any) -> set[str]:

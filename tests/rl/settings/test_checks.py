@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import pytest
@@ -88,6 +88,18 @@ def test_a_default_needs_no_right_annotation():
   checks.validate_parts(limited())
   with pytest.raises(ValueError, match=r"^limit='5': expected int$"):
     checks.validate_parts(limited("5"))
+
+
+class Row(TypedDict):
+  question: str
+
+
+@pytest.mark.parametrize(
+  ("hint", "value"), [(Any, 3), (Row, {"question": "1 + 1"})]
+)
+def test_an_annotation_without_instances_takes_its_values(hint, value):
+  part = dataclasses.make_dataclass("Part", [("given", hint)])
+  checks.validate_parts(part(value))
 
 
 def test_a_file_called_as_a_part_keeps_its_name():
