@@ -335,7 +335,6 @@ class Experiment:
     checks.at_least(self, 0, "max_skipped", where="")
     # jax would take a larger seed modulo 2**32.
     checks.within(self, 0, 2**32 - 1, "seed", where="")
-    checks.one_of(self, references.Memory, "optimizer_memory", where="")
     advantage = self.algorithm.advantage
     if advantage.pool == "group":
       least = advantage.min_group_size

@@ -41,7 +41,6 @@ class Bound:
     """Raises ValueError on numbers that cannot work."""
     checks.finite_at_least(self, 0, "limit")
     checks.at_least(self, 1, "rounds")
-    checks.one_of(self, Then, "then")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -298,7 +298,6 @@ class Placement:
   def _validate_pools(self) -> None:
     checks.at_least(self, 1, "replicas")
     checks.finite_above(self, 0, "decode_cost")
-    checks.one_of(self, Kind, "decode_kind")
     first = self.pools[0]
     platform = self.own_platform
     _check_processes("decode_processes", "decode_python", first, platform)

@@ -52,8 +52,7 @@ class Publishing:
   verify: bool = False
 
   def validate(self) -> None:
-    """Raises ValueError on an unknown type, or buckets of nothing."""
-    checks.one_of(self, Dtype, "dtype")
+    """Raises ValueError on buckets of nothing."""
     checks.at_least(self, 1, "bucket_bytes")
 
 

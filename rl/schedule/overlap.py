@@ -175,10 +175,6 @@ class Overlap:
     what = f"groups_per_round={self.groups_per_round}"
     checks.divides(self, self.groups_per_round, what, "updates_per_round")
     self._validate_microbatch()
-    checks.one_of(self, Consume, "consume")
-    checks.one_of(self, contract.InFlight, "on_publish")
-    checks.one_of(self, Admission, "admission")
-    checks.one_of(self, OldLogprob, "old_logprob")
     refuse = functools.partial(checks.refuse, self)
     if self.on_publish == "abort":
       why = "all in flight would end as faults; use on_publish=recompute"

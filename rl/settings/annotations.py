@@ -167,7 +167,7 @@ def takes(hint: Any, value: Any) -> bool:
 def _takes(member: Any, value: Any) -> bool:
   own = kind(member)
   if own is Literal:
-    return type(value) in map(type, typing.get_args(member))
+    return value in typing.get_args(member)
   if own is Callable or is_a(own, type):
     return callable(value)
   if is_a(own, Sequence) and isinstance(value, Sequence):

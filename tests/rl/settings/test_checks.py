@@ -57,6 +57,7 @@ def test_a_value_out_of_bounds_is_named_by_its_path():
 
 
 COUNT: Any = {"count": "3"}
+MODE: Any = {"mode": "drian"}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,10 @@ COUNT: Any = {"count": "3"}
     ({"pool": (2, "v5e")}, "run.pool=(2, 'v5e'): expected Pool | none"),
     ({"pools": "v5e"}, "run.pools='v5e': expected tuple[Pool, ...]"),
     ({"kinds": Kinds(**COUNT)}, "run.kinds.count='3': expected int"),
+    (
+      {"kinds": Kinds(**MODE)},
+      "run.kinds.mode='drian': expected drain | recompute | 3",
+    ),
     ({"group_size": 2.5}, "run.group_size=2.5: expected int"),
   ],
 )
