@@ -29,12 +29,10 @@ _ONE_SPACE = {
 SOME_SPACE = {"whitespace_pattern": r"[ \n\r\t]{0,40}"}
 
 _FUNCTION = re.compile(r"<tool_call>\s*<function=([^>\n]+)>\s*")
-_PARAMETER = re.compile(
-  # A value may hold the tag that ends it, but not before another tag.
-  r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*"
-  r"(?=<parameter=|</function>)",
-  re.DOTALL,
-)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+# A value may hold the tag that ends it, but not before another tag. A search
+# of its own is fast: sampled text may open calls again and again.
+_PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|</function>)")
 _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
 # Types of JSON schemas by the value's; text in quotes is no value of its own.
 _TYPES: dict[type, set[str]] = {
@@ -171,9 +169,12 @@ class TaggedCalls:
       return None
     schemas = _properties(function[1], tools)
     arguments, end = {}, function.end()
-    while found := _PARAMETER.match(text, end):
-      arguments[found[1]] = _typed(found[2], schemas.get(found[1]))
-      end = found.end()
+    while (found := _PARAMETER.match(text, end)) and (
+      closed := _PARAMETER_END.search(text, found.end())
+    ):
+      value = text[found.end() : closed.start()].removesuffix("\n")
+      arguments[found[1]] = _typed(value, schemas.get(found[1]))
+      end = closed.end()
     closed = _FUNCTION_END.match(text, end)
     return closed and FoundCall(function[1], arguments, closed.end())
 

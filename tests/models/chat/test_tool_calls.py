@@ -1,8 +1,10 @@
 import json
+import time
 
 import pytest
 
 from models.chat import call_formats, tool_calls
+from tests.helpers import machine_speed
 
 KINDS = {
   "city": {"type": "string"},
@@ -243,3 +245,11 @@ def test_a_prompt_may_have_opened_the_thinking():
   )
   # Opened by the prompt and again by the model.
   assert tool_calls.parse(f"<think>{text}", thinking=True).reasoning == "so"
+
+
+def test_calls_that_are_opened_again_and_again_are_read_in_no_time():
+  text = "<tool_call>\n<function=f>\n<parameter=x>\n" * 4000
+  start_s = time.perf_counter()
+  read = tool_calls.parse(text, call_format=call_formats.QWEN_CODER)
+  assert read == tool_calls.Answer(text)
+  assert time.perf_counter() - start_s < machine_speed.scaled(1)
