@@ -250,8 +250,14 @@ def _value_rule(schema: Any, defs: Mapping[str, Any]) -> str:
       f"type {' or '.join(sorted(kinds))} has no form of its own in calls of "
       "this model; use one of them"
     )
-  _check_known(schema, _ANY_TEXT)
+  _check_any_text(schema)
   return "value"
+
+
+def _check_any_text(schema: Any) -> None:
+  _check_known(schema, _ANY_TEXT)
+  for part in _list(_object(schema).get("anyOf")):
+    _check_any_text(part)
 
 
 def _check_known(found: Any, known: set[str], what: str = "keys") -> None:

@@ -183,6 +183,10 @@ def test_arguments_in_tags_follow_their_schema(changes, fits):
     ({"minProperties": 1}, 'tools[0]: Unimplemented keys in calls .*"minP'),
     ({"properties": {"x": {"type": "string", "pattern": "a"}}}, '"pattern"'),
     ({"properties": {"x": {"type": ["string", "integer"]}}}, "integer or str"),
+    (
+      {"properties": {"x": {"anyOf": [{"enum": ["a"]}, {"type": "null"}]}}},
+      '"enum"',
+    ),
     ({"properties": {}, "required": ["x"]}, 'required in calls .*"x"'),
   ],
 )
