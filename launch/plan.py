@@ -12,7 +12,6 @@ those of an earlier run. Nothing touches a device.
 """
 
 import dataclasses
-import functools
 import itertools
 import os
 import pathlib
@@ -126,7 +125,8 @@ def _fits(
     return lambda choice: None
   base = base.with_auto_dtype(base.placement.dtype())
 
-  @functools.cache
+  known: dict[str, str | None] = {}
+
   def excess(place: placement.Placement, max_staleness: int) -> str | None:
     schedule = dataclasses.replace(base.overlap, max_staleness=max_staleness)
     run = dataclasses.replace(base, placement=place, overlap=schedule)
@@ -144,7 +144,11 @@ def _fits(
     if reason or base.placement.device_gib is None:
       return reason
     place = plan_config.apply(problem, choice, base).placement
-    return excess(place, choice.overlap.max_staleness)
+    bound = choice.overlap.max_staleness
+    key = f"{place} {bound}"  # A backend with resources has no hash.
+    if key not in known:
+      known[key] = excess(place, bound)
+    return known[key]
 
   return misfit
 

@@ -26,10 +26,14 @@ get_config = planned_fleets.guessing
 TIGHT = '''"""A run on devices with next to no memory."""
 import dataclasses
 from configs import guess_number_moe
+from rl.backends import ray_cluster
 
 def get_config():
   base = guess_number_moe.get_config()
-  place = dataclasses.replace(base.placement, device_gib=1e-4)
+  backend = ray_cluster.Ray(resources={"rack": 1})
+  place = dataclasses.replace(
+    base.placement, device_gib=1e-4, backend=backend, decode_processes=1
+  )
   return dataclasses.replace(base, placement=place)
 '''
 question = planned_fleets.guessing
