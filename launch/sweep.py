@@ -109,7 +109,8 @@ def main() -> None:
   root = pathlib.Path(_WORKDIR.value)
   if _TABLE.value:
     with flags.exit_on_setting_error():
-      compare(root, *_metric(_rounds(root)))
+      rounds = comparison.planned_rounds(_directories(root))
+      compare(root, *comparison.metric_of(_METRIC.value, rounds))
     return
   path = absl_flags.FLAGS.config
   with flags.exit_on_setting_error():
@@ -123,7 +124,7 @@ def main() -> None:
       _check_differs(run, settings, seen)
       _check_place(run, settings)
       rounds.append(settings.rounds)
-    metric, less = _metric(rounds)
+    metric, less = comparison.metric_of(_METRIC.value, rounds)
     comparison.check_documented(metric)
     backend = flags.read_backend(_BACKEND.value)
     workdir.make_writable(root, f"--workdir={root}")
@@ -147,27 +148,6 @@ def main() -> None:
     with flags.exit_on_setting_error():
       compare(root, metric, less, {run.directory.name: run.why for run in runs})
   sys.exit(1 if any(run.failed for run in runs) else 0)
-
-
-def _metric(rounds: Sequence[int]) -> tuple[str, bool]:
-  """Returns the metric that compares runs, and whether less is better.
-
-  Args:
-    rounds: of each of them.
-  """
-  is_tuning = bool(rounds) and not any(rounds)
-  name = _METRIC.value or ("-warm_start/loss" if is_tuning else "success")
-  return name.removeprefix("-"), name.startswith("-")
-
-
-def _rounds(root: pathlib.Path) -> list[int]:
-  """Returns the rounds that each run below a directory is to have."""
-  texts = [
-    comparison.read_settings(path).get("rounds", "")
-    for path in _directories(root)
-    if run_files.is_run(path)
-  ]
-  return [int(text) for text in texts if text.isdecimal()]
 
 
 def _directories(root: pathlib.Path) -> list[pathlib.Path]:

@@ -18,7 +18,7 @@ from rl.settings import annotations
 from twinmesh import error_codes
 
 _RUN = absl_flags.DEFINE_multi_string(
-  "run", None, "Directory of a run; several are compared by success, too."
+  "run", None, "Directory of a run; several are compared, too."
 )
 _CHECK = absl_flags.DEFINE_string(
   "check", None, "Directory of a run whose event log is only checked."
@@ -28,7 +28,6 @@ _TAMPER = absl_flags.DEFINE_string(
   None,
   "Directory of a run; prints which changes of its event log would be noticed.",
 )
-_METRIC = "success"
 
 
 @flags.command
@@ -59,8 +58,10 @@ def main() -> None:
         shown.phase(f"checking the log and writing report {number}/{len(runs)}")
         print(page.write(run))
       if len(runs) > 1:
-        compared = comparison.read(runs, _METRIC)
-        print(comparison.text(compared, _METRIC, less=False))
+        rounds = comparison.planned_rounds(runs)
+        metric, less = comparison.metric_of(None, rounds)
+        compared = comparison.read(runs, metric)
+        print(comparison.text(compared, metric, less))
     except (OSError, ValueError) as error:
       error_codes.fail(error, status=1)
 

@@ -106,6 +106,28 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
   return runs
 
 
+def planned_rounds(directories: Sequence[pathlib.Path]) -> list[int]:
+  """Returns the rounds that each run among directories is to have."""
+  texts = [
+    read_settings(path).get("rounds", "")
+    for path in directories
+    if run_files.is_run(path)
+  ]
+  return [int(text) for text in texts if text.isdecimal()]
+
+
+def metric_of(given: str | None, rounds: Sequence[int]) -> tuple[str, bool]:
+  """Returns the metric that compares runs, and whether less is better.
+
+  Args:
+    given: its name, with a minus if less is better; None goes by the rounds.
+    rounds: that each run is to have.
+  """
+  is_tuning = bool(rounds) and not any(rounds)
+  name = given or (f"-{WARM_START}loss" if is_tuning else "success")
+  return name.removeprefix("-"), name.startswith("-")
+
+
 def check_documented(metric: str) -> None:
   """Raises ValueError for a metric that no run can have.
 
@@ -278,7 +300,9 @@ def _table(
   runs: Sequence[ComparedRun], metric: str, less: bool
 ) -> list[list[str]]:
   names = differing(runs)
-  heads = ["run", "rounds", f"last {metric}", f"best {metric}", *names, ""]
+  is_tuning = all(run.settings.get("rounds") == "0" for run in runs)
+  number = "steps" if is_tuning else "rounds"
+  heads = ["run", number, f"last {metric}", f"best {metric}", *names, ""]
   return [
     heads,
     *(

@@ -506,7 +506,7 @@ def test_runs_of_fine_tuning_are_compared_by_their_loss(tmp_path):
   result = commands.run("launch.sweep", f"--workdir={tmp_path}", "--table")
   assert result.returncode == 0, result.stderr
   head, row, _ = result.stdout.splitlines()
-  assert "last warm_start/loss  best warm_start/loss" in head
+  assert "steps  last warm_start/loss  best warm_start/loss" in head
   # (1 + 1/2 + 1/3 + 1/4) / 4
   assert row.split() == ["run_000", "4", "0.5208", "0.5208"]
 

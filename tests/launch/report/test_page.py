@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import xml.etree.ElementTree
 
 import pytest
@@ -11,7 +12,7 @@ from launch.report import metric_docs
 from launch.report import page as report_page
 from rl.schedule import overlap
 from rl.settings import overrides
-from tests.helpers import commands, event_logs
+from tests.helpers import commands, event_logs, viewed_runs
 
 _ROUNDS = 60
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -550,3 +551,14 @@ def test_several_runs_are_all_rendered_and_compared(tmp_path):
     assert f"{name}/report.html" in done.stdout
   # The best is first.
   assert done.stdout.rindex("better ") < done.stdout.rindex("worse ")
+
+
+@pytest.mark.process
+def test_several_runs_of_fine_tuning_are_compared_by_their_loss(tmp_path):
+  runs = [
+    viewed_runs.tuning(tmp_path / str(seed), seed=seed) for seed in (1, 2)
+  ]
+  flags = [f"--run={run}" for run in runs]
+  done = commands.run("launch.report.__main__", *flags)
+  assert done.returncode == 0, done.stderr
+  assert re.search("run  *steps  *last warm_start/loss", done.stdout)
