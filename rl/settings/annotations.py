@@ -155,11 +155,17 @@ def fits(own: Any, value: Any) -> bool:
   return own is Any or is_a(type(value), own)
 
 
+def is_default(maker: Any, field: str, value: Any) -> bool:
+  """Returns whether a value is a field's default, of any annotation."""
+  default = getattr(maker, field, ...)
+  return type(default) is type(value) and default == value
+
+
 def takes(hint: Any, value: Any) -> bool:
   """Returns whether a value is of a kind that an annotation asks for.
 
-  Not of which items, and an object may lack some of what a protocol names: the
-  owner of the setting says which, and why it is needed.
+  Items are left to the owner of the setting, and so are names of a protocol
+  that an object lacks: it says why they are needed.
   """
   return any(_takes(member, value) for member in members(hint))
 

@@ -83,7 +83,7 @@ def read_field(
 def check_kinds(tree: Any, path: str) -> None:
   """Checks that fields of an object made in Python hold what they should.
 
-  Or their default, as the None of somebody's `limit: int = None`.
+  A default may be of any kind, as in somebody's `limit: int = None`.
 
   Raises:
     SettingError: one holds something else, such as a class in the place of an
@@ -95,7 +95,7 @@ def check_kinds(tree: Any, path: str) -> None:
     return
   for name, hint in hints.items():
     value = getattr(tree, name)
-    is_default = getattr(type(tree), name, ...) is value
+    is_default = annotations.is_default(type(tree), name, value)
     if is_default or annotations.takes(hint, value):
       continue
     where = f"{path}.{name}" if path else name
@@ -162,6 +162,8 @@ def _read(hint: Any, raw: Any, where: str) -> Any:
   if len(members) > 1:
     return _read_union(hint, raw, where)
   kind, arguments = annotations.kind(hint), typing.get_args(hint)
+  if hint is Any and not isinstance(raw, Text):
+    return _read_any(raw, where)
   if kind in annotations.SCALARS:
     return _read_scalar(kind, raw)
   if kind is Literal:
@@ -171,7 +173,7 @@ def _read(hint: Any, raw: Any, where: str) -> Any:
     return _read_choice(by_value | dict(kind.__members__), raw)
   shape = _shape(raw)
   if annotations.is_a(kind, Mapping) and isinstance(shape, dict):
-    key_hint, item_hint = arguments or (Any, Any)
+    key_hint, item_hint = arguments or (str, Any)
     return {
       _read(key_hint, Text(k), where): _read(item_hint, v, f"{where}.{k}")
       for k, v in shape.items()
@@ -182,6 +184,18 @@ def _read(hint: Any, raw: Any, where: str) -> Any:
       shape = [shape if isinstance(shape, Text) else raw]
     return _read_items(hint, shape, where)
   return _read_object(hint, shape, where)
+
+
+def _read_any(raw: Any, where: str) -> Any:
+  """Returns data of JSON for which no annotation says more."""
+  match raw:
+    case list():
+      return _read_items(tuple, raw, where)
+    case {"class": _}:
+      return _read_object(Any, raw, where)
+    case dict():
+      return _read(dict, raw, where)
+  return raw
 
 
 def _read_union(hint: Any, raw: Any, where: str) -> Any:
@@ -378,6 +392,7 @@ def _make(maker: Any, fields: Mapping[str, Any], where: str) -> Any:
   values = {
     name: read_field(hints[name], raw, f"{where}.{name}")
     for name, raw in fields.items()
+    if not annotations.is_default(maker, name, raw)
   }
   try:
     return maker(**values)

@@ -98,6 +98,13 @@ class Kinds:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Loose:
+  limit: int = None  # pyright: ignore[reportAssignmentType]
+  some: Any = 0
+  table: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree:
   kinds: Kinds = Kinds()
   loss: Loss = Clipped()

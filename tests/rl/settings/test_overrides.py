@@ -10,7 +10,15 @@ import pytest
 
 from rl.settings import overrides
 from tests.helpers import setting_tree
-from tests.helpers.setting_tree import Clipped, Color, Kinds, Plain, Pool, Tree
+from tests.helpers.setting_tree import (
+  Clipped,
+  Color,
+  Kinds,
+  Loose,
+  Plain,
+  Pool,
+  Tree,
+)
 
 HERE = setting_tree.__name__
 
@@ -180,6 +188,19 @@ def test_json_without_a_class_is_refused(data):
 
 def test_fields_missing_in_json_take_their_defaults():
   assert overrides.from_json({"class": f"{HERE}.Tree"}) == Tree()
+
+
+@pytest.mark.parametrize(
+  "given",
+  [
+    Loose(),
+    Loose(limit=3, some={"a": 1}),
+    Loose(some=Pool(), table={"b": (1, {"c": None})}),
+  ],
+)
+def test_json_of_loose_annotations_makes_an_equal_object(given):
+  data = json.loads(json.dumps(overrides.to_json(given)))
+  assert overrides.from_json(data) == given
 
 
 @pytest.mark.parametrize("call", [abs, math.sqrt, setting_tree.number_of])
