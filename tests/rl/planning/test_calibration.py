@@ -124,6 +124,7 @@ def with_slow_rounds(record, *versions):
   return dataclasses.replace(record, spans=spans)
 
 
+@pytest.mark.process
 def test_a_program_that_is_compiled_late_does_not_slow_the_learner(
   tmp_path, records
 ):
@@ -132,6 +133,7 @@ def test_a_program_that_is_compiled_late_does_not_slow_the_learner(
   assert rates.token_s == pytest.approx(1e-3, rel=0.01)
 
 
+@pytest.mark.process
 def test_rounds_after_a_restart_do_not_count(tmp_path, records):
   record, restarts = records["sync"], (2, 4, 5)
   events = []
@@ -156,6 +158,7 @@ def test_an_answer_begins_when_it_has_a_slot():
   assert token_s.tolist() == pytest.approx([0.2, 0.1])
 
 
+@pytest.mark.process
 def test_a_log_that_hides_waits_for_slots_is_refused(tmp_path, records):
   record = records["sync"]
   old = [{k: e[k] for k in e if k != "queue_s"} for e in record.events]
@@ -197,6 +200,7 @@ def test_faults_are_drawn_as_often_as_they_came(tmp_path, faulty):
   assert distributions.mean(task.reply_tokens) == pytest.approx(7.0, abs=0.2)
 
 
+@pytest.mark.process
 def test_a_source_without_a_whole_episode_is_named(tmp_path, records):
   broken = [
     e | {"status": "env_fault"} if e["kind"] == "ended" else e
@@ -209,6 +213,7 @@ def test_a_source_without_a_whole_episode_is_named(tmp_path, records):
     list(calibration.tasks(run))
 
 
+@pytest.mark.process
 def test_tasks_draw_what_was_played(tmp_path, records):
   run = calibration.read(write(tmp_path, records["sync"]))
   many, one = calibration.tasks(run)
@@ -270,6 +275,7 @@ def test_what_never_varies_is_alike_in_nothing():
   assert calibration.correlation(*events_of(source, groups=3)) == 0.0
 
 
+@pytest.mark.process
 def test_a_question_gets_the_speeds_of_its_kind_and_keeps_the_rest(
   tmp_path, records
 ):
@@ -314,6 +320,7 @@ def test_ranks_become_normal_and_equals_stay_equal():
   )
 
 
+@pytest.mark.process
 def test_engines_that_may_differ_are_not_taken_for_one_kind(tmp_path, records):
   pool = placement.DecodePool(
     name="slow", mesh=placement.MeshSpec(data=1, first_device=6)
@@ -327,6 +334,7 @@ def test_engines_that_may_differ_are_not_taken_for_one_kind(tmp_path, records):
 OTHER = json.dumps(overrides.to_json(placement.Placement()))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ("file", "line", "words"),
   [
@@ -363,6 +371,7 @@ def test_records_that_lack_something_are_refused(
     calibration.read(tmp_path)
 
 
+@pytest.mark.process
 def test_what_cannot_calibrate_is_refused_with_the_way_out(tmp_path, records):
   problem = planned_fleets.question()
   with pytest.raises(

@@ -69,6 +69,7 @@ def test_the_plan_is_the_best_of_all_choices(everything, name):
   assert plan.met == (name != "impossible")
 
 
+@pytest.mark.process
 def test_the_plan_is_found_with_far_fewer_runs(everything):
   # 8 splits: with one device that trains 3 x 2 - 1 ways to decode, with two
   # 2 x 2 - 1; and 7 schedules.
@@ -77,6 +78,7 @@ def test_the_plan_is_found_with_far_fewer_runs(everything):
   assert len(plan.estimates) < plan.choices / 2
 
 
+@pytest.mark.process
 def test_a_bound_on_the_mean_lag_is_kept_and_costs_time(everything):
   quick = search(question(), everything)
   fresh = search(question(goal=GOALS["quick and fresh"]), everything)
@@ -114,6 +116,7 @@ def test_one_step_off_stands_for_one_order_of_training_alone():
   assert names == ["one_step_off", "bounded(1) drop"]
 
 
+@pytest.mark.process
 def test_a_tolerance_saves_runs_and_costs_no_more_than_it_says(everything):
   exact = search(question(), everything)
   rough = search(question(tolerance=0.1), everything)
@@ -122,6 +125,7 @@ def test_a_tolerance_saves_runs_and_costs_no_more_than_it_says(everything):
   assert best <= rough.best.result.step_s <= best / (1.0 - 0.1)
 
 
+@pytest.mark.process
 def test_no_run_is_faster_than_its_bound(everything):
   for one in everything.values():
     assert one.bound.step_s <= one.result.step_s, one.choice
@@ -146,6 +150,7 @@ REDUNDANT = problem_lib.Space(
 )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
   ("mix", "seed"),
   [
@@ -231,6 +236,7 @@ def test_the_bound_holds_for_micro_batches_by_tokens(schedule):
   assert bound.step_s <= simulation_result.measure(record).step_s
 
 
+@pytest.mark.process
 def test_the_same_question_has_the_same_answer(process):
   problem = question(max_simulations=2)
   first = planned_fleets.plan_of(problem)
@@ -241,6 +247,7 @@ def test_the_same_question_has_the_same_answer(process):
   assert [e.key for e in first.estimates] == [e.key for e in second.estimates]
 
 
+@pytest.mark.process
 def test_what_binds_is_the_learner_when_it_is_slow_and_decoding_when_it_is(
   process,
 ):
@@ -261,6 +268,7 @@ def _learner():
   return planned_fleets.small_fleet().kinds[0]
 
 
+@pytest.mark.process
 def test_the_largest_lag_that_is_allowed_decides_which_schedules_are_tried(
   everything,
 ):
