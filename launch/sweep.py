@@ -109,8 +109,8 @@ def main() -> None:
   root = pathlib.Path(_WORKDIR.value)
   if _TABLE.value:
     with flags.exit_on_setting_error():
-      rounds = comparison.planned_rounds(_directories(root))
-      compare(root, *comparison.metric_of(_METRIC.value, rounds))
+      is_tuning = comparison.are_tuning(_directories(root))
+      compare(root, *comparison.metric_of(_METRIC.value, is_tuning))
     return
   path = absl_flags.FLAGS.config
   with flags.exit_on_setting_error():
@@ -124,7 +124,7 @@ def main() -> None:
       _check_differs(run, settings, seen)
       _check_place(run, settings)
       rounds.append(settings.rounds)
-    metric, less = comparison.metric_of(_METRIC.value, rounds)
+    metric, less = comparison.metric_of(_METRIC.value, not any(rounds))
     comparison.check_documented(metric)
     backend = flags.read_backend(_BACKEND.value)
     workdir.make_writable(root, f"--workdir={root}")

@@ -58,8 +58,8 @@ def main() -> None:
         shown.phase(f"checking the log and writing report {number}/{len(runs)}")
         print(page.write(run))
       if len(runs) > 1:
-        rounds = comparison.planned_rounds(runs)
-        metric, less = comparison.metric_of(None, rounds)
+        is_tuning = comparison.are_tuning(runs)
+        metric, less = comparison.metric_of(None, is_tuning)
         compared = comparison.read(runs, metric)
         print(comparison.text(compared, metric, less))
     except (OSError, ValueError) as error:

@@ -106,24 +106,25 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
   return runs
 
 
-def planned_rounds(directories: Sequence[pathlib.Path]) -> list[int]:
-  """Returns the rounds that each run among directories is to have."""
-  texts = [
-    read_settings(path).get("rounds", "")
-    for path in directories
-    if run_files.is_run(path)
-  ]
-  return [int(text) for text in texts if text.isdecimal()]
+def is_tuning(settings: Mapping[str, str]) -> bool:
+  """Returns whether a run has no rounds, but steps of its warm start alone."""
+  return settings.get("rounds") == "0"
 
 
-def metric_of(given: str | None, rounds: Sequence[int]) -> tuple[str, bool]:
+def are_tuning(directories: Sequence[pathlib.Path]) -> bool:
+  """Returns whether all runs among directories are such; False without any."""
+  found = [read_settings(x) for x in directories if run_files.is_run(x)]
+  known = [settings for settings in found if "rounds" in settings]
+  return bool(known) and all(map(is_tuning, known))
+
+
+def metric_of(given: str | None, is_tuning: bool) -> tuple[str, bool]:
   """Returns the metric that compares runs, and whether less is better.
 
   Args:
-    given: its name, with a minus if less is better; None goes by the rounds.
-    rounds: that each run is to have.
+    given: its name, with a minus if less is better; None goes by the runs.
+    is_tuning: whether all of them have steps alone.
   """
-  is_tuning = bool(rounds) and not any(rounds)
   name = given or (f"-{WARM_START}loss" if is_tuning else "success")
   return name.removeprefix("-"), name.startswith("-")
 
@@ -184,8 +185,9 @@ def with_evaluations(
   rows = {number: dict(row) for number, row in metrics.items()}
   for number, row in evaluations.items():
     if number in metrics or number == 0:
-      named = {f"{EVALUATION}{name}": x for name, x in row.items()}
-      rows[number] = named | rows.get(number, {"round": number})
+      rows[number] = _named(EVALUATION, row) | rows.get(
+        number, {"round": number}
+      )
   return rows
 
 
@@ -200,19 +202,22 @@ def of_steps(
   """
   rows: dict[int, dict[str, Any]] = {}
   for number, row in steps.items():
-    named = {f"{WARM_START}{name}": x for name, x in row.items()}
     axes = {"time_s": row.get("time_s"), "sampled_tokens": row.get("tokens")}
-    rows[number] = named | axes
+    rows[number] = _named(WARM_START, row) | axes
   if rows and (last := evaluations.get(0)):
-    rows[max(rows)] |= {f"{EVALUATION}{name}": x for name, x in last.items()}
+    rows[max(rows)] |= _named(EVALUATION, last)
   return rows
+
+
+def _named(start: str, row: Mapping[str, Any]) -> dict[str, Any]:
+  return {f"{start}{name}": value for name, value in row.items()}
 
 
 def _rows(
   directory: pathlib.Path, settings: Mapping[str, str]
 ) -> dict[int, dict[str, Any]]:
   evaluations = run_files.numbered(directory / "evaluations.jsonl", [])
-  if settings.get("rounds") == "0":
+  if is_tuning(settings):
     steps = directory / workdir.WARM_START_LINES
     return of_steps(run_files.numbered(steps, [], "step"), evaluations)
   metrics = run_files.numbered(directory / "metrics.jsonl", [])
@@ -300,8 +305,8 @@ def _table(
   runs: Sequence[ComparedRun], metric: str, less: bool
 ) -> list[list[str]]:
   names = differing(runs)
-  is_tuning = all(run.settings.get("rounds") == "0" for run in runs)
-  number = "steps" if is_tuning else "rounds"
+  have_steps = all(is_tuning(run.settings) for run in runs)
+  number = "steps" if have_steps else "rounds"
   heads = ["run", number, f"last {metric}", f"best {metric}", *names, ""]
   return [
     heads,

@@ -85,19 +85,20 @@ def lines(
 
 
 def numbered(
-  path: pathlib.Path, notes: list[str], key: str = "round"
+  path: pathlib.Path, notes: list[str], key: str = "round", **kinds: Any
 ) -> dict[int, dict[str, Any]]:
   """Returns the rows of a file by their numbers, in the order of these.
 
   Args:
     notes: see `lines`.
     key: field of the number.
+    kinds: of other fields that every row has; see `lines`.
   """
   # A resumed run repeats the rounds after its checkpoint: the last one counts.
   # The names of a long run take more memory than its numbers, unless shared.
   rows = {
     row[key]: {sys.intern(name): value for name, value in row.items()}
-    for row in lines(path, notes, **{key: int})
+    for row in lines(path, notes, **{key: int}, **kinds)
   }
   return dict(sorted(rows.items()))
 

@@ -17,9 +17,8 @@ def read(run_dir: pathlib.Path, notes: list[str]) -> run_files.Rows:
   path = run_dir / workdir.WARM_START_LINES
   if not path.exists():
     return []
-  kinds = {"step": int, "tokens": float | int, "step_s": float | int}
-  steps = {row["step"]: row for row in run_files.lines(path, notes, **kinds)}
-  return [steps[step] for step in sorted(steps)]
+  kinds = {"tokens": float | int, "step_s": float | int}
+  return [*run_files.numbered(path, notes, "step", **kinds).values()]
 
 
 def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:

@@ -62,8 +62,7 @@ class ViewedRun:
   @property
   def is_tuning(self) -> bool:
     """True if it is to have no rounds: the steps of its warm start are all."""
-    self._read_config()
-    return self._rounds == 0
+    return comparison.is_tuning(self.settings())
 
   @property
   def metrics(self) -> followed_rows.FollowedRows:
@@ -75,10 +74,11 @@ class ViewedRun:
 
     See `comparison.with_evaluations` and `of_steps`.
     """
-    metrics, evaluations = self.metrics.look(), self._evaluations.look()
-    key = self.is_tuning, self.metrics.changes, self._evaluations.changes
+    is_tuning, ours, theirs = self.is_tuning, self.metrics, self._evaluations
+    metrics, evaluations = ours.look(), theirs.look()
+    key = is_tuning, ours.changes, theirs.changes
     if self._rows is None or self._rows[0] != key:
-      join = comparison.of_steps if key[0] else comparison.with_evaluations
+      join = comparison.of_steps if is_tuning else comparison.with_evaluations
       self._rows = key, join(metrics, evaluations)
     return self._rows[1]
 

@@ -3,7 +3,7 @@
 import { linkTo } from "./address.js";
 import { legend, lineChart, seriesColour } from "./chart.js";
 import { caption, choice, el, format, options, section } from "./dom.js";
-import { axesOf, pointsOf, smoothed } from "./series.js";
+import { axesOf, offerAxes, pointsOf, smoothed } from "./series.js";
 
 const SIDES = ["a", "b"];
 
@@ -44,7 +44,7 @@ async function loadBoth(page, source) {
     return;
   Object.assign(page, { data, both });
   page.metric ??= data.metrics[0] ?? "success";
-  options(page.axis, Object.keys(axesOf(data)), Object.values(axesOf(data)));
+  offerAxes(page.axis, data);
   page.selects.forEach((select, i) => {
     options(select, known);
     select.value = page.names[i];

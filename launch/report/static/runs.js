@@ -3,7 +3,7 @@
 import { linkTo } from "./address.js";
 import { legend, lineChart, seriesColour, seriesDash } from "./chart.js";
 import { caption, choice, el, format, options, section } from "./dom.js";
-import { axesOf, overSeeds, pointsOf, smoothed } from "./series.js";
+import { axesOf, offerAxes, overSeeds, pointsOf, smoothed } from "./series.js";
 
 const MAX_LINES = 24, MAX_COLUMNS = 12, MAX_NAME = 100;
 
@@ -53,7 +53,7 @@ async function loadRuns(page, source) {
   const metrics = data.metrics.length ? data.metrics : ["success"];
   if (data !== page.data) {
     options(page.metric, metrics);
-    options(page.axis, Object.keys(axesOf(data)), Object.values(axesOf(data)));
+    offerAxes(page.axis, data);
   }
   if (!page.data && data.sort) page.sort = data.sort;
   const curves = await source.curves(page.metric.value);
@@ -95,10 +95,10 @@ function drawCurves(page, shown) {
     return figure.replaceChildren(caption("No run has recorded this."));
   const drawn = series.slice(0, MAX_LINES);
   const more = series.length - drawn.length;
+  const xLabel = axesOf(page.data)[axis.value];
   figure.replaceChildren(
     lineChart(figure, { series: drawn, height: 320,
-      label: `${page.metric.value} over ${axesOf(page.data)[axis.value]}`,
-      xLabel: axesOf(page.data)[axis.value] }),
+      label: `${page.metric.value} over ${xLabel}`, xLabel }),
     legend(drawn.map((one) => [one.name, one.colour])),
     caption("Of 25 points or more: means of neighbours, a twenty-fifth of the " +
       "run each way. A band reaches from the least to the most of its runs, " +
@@ -126,7 +126,8 @@ function columnsOf({ data, curves, metric, wide }) {
   return [
     { key: "name", title: "Run", of: (run) => run.name },
     { key: "state", title: "State", of: (run) => run.state },
-    { key: "round", title: data.is_tuning ? "Steps" : "Rounds", of: (run) => run.round,
+    { key: "round", title: data.is_tuning ? "Steps" : "Rounds",
+      of: (run) => run.round,
       text: (run) => `${run.round} / ${format(run.rounds)}` },
     { key: "last", title: `Last ${metric.value}`, of: number("last") },
     { key: "best", title: `Best ${metric.value}`, of: number("best") },

@@ -1,7 +1,7 @@
 // Curves of many runs: their place on an axis, and bands over seeds.
 
 import { smooth } from "./chart.js";
-import { range } from "./dom.js";
+import { options, range } from "./dom.js";
 
 const AXES = {
   rounds: "rounds", tokens: "sampled tokens", time: "seconds",
@@ -14,6 +14,11 @@ const GRID = 160, MIN_SMOOTHED = 25;
 // The axes and their labels; runs that all fine-tune have steps.
 export function axesOf(data) {
   return data.is_tuning ? STEP_AXES : AXES;
+}
+
+export function offerAxes(select, data) {
+  const axes = axesOf(data);
+  options(select, Object.keys(axes), Object.values(axes));
 }
 
 // The values of a run over an axis, without the rounds that have none.
