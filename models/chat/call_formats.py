@@ -230,6 +230,11 @@ QWEN_CODER = TaggedCalls()
 FORMATS = (HERMES, LLAMA, QWEN_CODER)
 
 
+def of(chat: Any) -> CallFormat:
+  """Returns the form in which a chat writes calls; HERMES if it has none."""
+  return getattr(chat, "call_format", HERMES)
+
+
 def json_rule(schema: Any, options: Mapping[str, Any]) -> str:
   """Returns the JSON that satisfies a schema, in llguidance's Lark."""
   if isinstance(schema, dict):

@@ -97,7 +97,7 @@ class AnswerParser:
     self._tags = isinstance(chat, messages.ToolChat) and not raw
     self._thinks = self._tags and getattr(chat, "thinks", False)
     self._calls, self._tools = self._tags and calls, tools
-    self._form = getattr(chat, "call_format", call_formats.HERMES)
+    self._form = call_formats.of(chat)
     self._one_call = one_call
     self._stops = tuple(stops)
     self._text = self._content = self._reasoning = ""

@@ -323,7 +323,7 @@ def given_answer(
   Args:
     max_tokens: cuts it where an engine would; None leaves it whole.
   """
-  form = getattr(chat, "call_format", call_formats.HERMES)
+  form = call_formats.of(chat)
   thinks = getattr(chat, "thinks", False)
   text = tool_calls.after_prompt(as_text(answer, form), thinking=thinks)
   ids = np.asarray(chat.encode_answer(text), np.int32)
