@@ -155,9 +155,10 @@ def _causes(
       cause = "faults"
     elif trained.get("skipped"):
       cause = "not finite"
+    elif i in trained.get("cut", ()):
+      cause = "truncated"
     else:
-      is_cut = i in trained.get("cut", ())
-      cause = "truncated" if is_cut else "no advantage"
+      cause = "no advantage"
     causes[cause] += member.sampled
   return dict(causes)
 
