@@ -132,22 +132,11 @@ def test_cached_decoding_has_the_logits_of_transformers(name, feed_and_sizes):
   positions = np.arange(tokens.shape[1], dtype=np.int32)
   positions = np.where(segments > 0, positions, kv_cache.EMPTY)
   for sizes in ways:
-    store = jax.tree.map(lambda x: x + 9, kv_cache.init_cache(config, 40, 3))
-    states, done = [], 0
-    for size in sizes:
-      now = slice(done, done + size)
-      done += size
-      state, store, _ = feed(
-        params,
-        config,
-        store,
-        tables,
-        jnp.asarray(tokens[:, now].reshape(-1)),
-        jnp.asarray(positions[:, now].reshape(-1)),
-        (count, size) if size > 1 else (0, 1),
-      )
-      states.append(np.asarray(state).reshape(count, size, -1))
-    check_logits(name, jnp.asarray(np.concatenate(states, 1)), places)
+    store = kv_cache.init_cache(config, 40, 3)
+    states = small_models.fed(
+      feed, params, config, store, tables, tokens, positions, sizes
+    )
+    check_logits(name, jnp.asarray(states), places)
 
 
 def loss(params, config, tokens, positions, segments, targets):

@@ -1,5 +1,9 @@
 """A model for the tests of files: every kind of parameter, few of each."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from models import config as config_lib
 from models import definition, initializers
 from models import policy as policy_lib
@@ -33,6 +37,35 @@ def feed(
   """`Transformer.feed` of these parameters, as one function for jit."""
   model = policy_lib.of(config).bind(params)
   return model.feed(cache, tables, tokens, positions, chunks, layout=layout)
+
+
+def fed(feed, params, config, store, tables, tokens, positions, sizes):
+  """Feeds rows in chunks, so many ids of each at a time.
+
+  Args:
+    feed: `feed`, jitted or not.
+    store: its pages, which are fed as if they held something else before.
+    tokens, positions: [rows, length].
+
+  Returns:
+    Hidden states [rows, length, width], of numpy.
+  """
+  store = jax.tree.map(lambda x: x + 9, store)
+  states, done, count = [], 0, len(tokens)
+  for size in sizes:
+    now = slice(done, done + size)
+    done += size
+    state, store, _ = feed(
+      params,
+      config,
+      store,
+      tables,
+      jnp.asarray(tokens[:, now].reshape(-1)),
+      jnp.asarray(positions[:, now].reshape(-1)),
+      (count, size) if size > 1 else (0, 1),
+    )
+    states.append(np.asarray(state).reshape(count, size, -1))
+  return np.concatenate(states, 1)
 
 
 def moe(config):

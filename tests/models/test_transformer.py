@@ -107,23 +107,12 @@ def decode(params, config, tokens, sizes, feed):
   positions = jnp.arange(12, dtype=jnp.int32) - rows[:, None]
   tokens = jnp.take_along_axis(tokens, jnp.maximum(positions, 0), 1)
   positions = jnp.where(positions < 0, kv_cache.EMPTY, positions)
-  store = jax.tree.map(lambda x: x + 9, kv_cache.init_cache(config, 20, 4))
-  hidden, done = [], 0
-  for size in sizes:
-    now = slice(done, done + size)
-    done += size
-    h, store, _ = feed(
-      params,
-      config,
-      store,
-      tables,
-      tokens[:, now].reshape(-1),
-      positions[:, now].reshape(-1),
-      (3, size) if size > 1 else (0, 1),
-    )
-    hidden.append(h.reshape(3, size, -1))
+  store = kv_cache.init_cache(config, 20, 4)
+  hidden = small_models.fed(
+    feed, params, config, store, tables, tokens, positions, sizes
+  )
   model = policy_lib.of(config).bind(params)
-  logits = logprobs.logits(model.terms(jnp.concatenate(hidden, 1)))
+  logits = logprobs.logits(model.terms(jnp.asarray(hidden)))
   return [logits[row, row:] for row in range(3)]
 
 
