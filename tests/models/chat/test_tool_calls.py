@@ -249,7 +249,7 @@ def test_a_prompt_may_have_opened_the_thinking():
 
 def test_calls_that_are_opened_again_and_again_are_read_in_no_time():
   text = "<tool_call>\n<function=f>\n<parameter=x>\n" * 4000
-  start_s = time.perf_counter()
+  start_s = time.thread_time()
   read = tool_calls.parse(text, call_format=call_formats.QWEN_CODER)
   assert read == tool_calls.Answer(text)
-  assert time.perf_counter() - start_s < machine_speed.scaled(1)
+  assert time.thread_time() - start_s < machine_speed.scaled(1)
