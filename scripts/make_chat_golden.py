@@ -17,6 +17,9 @@ here. tests/models/golden/chat/expected.json has
   forms          such conversations of templates that write calls otherwise,
                  which are beside it: LLAMA and QWEN_CODER of
                  models.chat.call_formats
+  gemma          conversations of a tokenizer that is beside it: as Gemma 3's,
+                 it falls back on tokens of single bytes. Its template is
+                 written by hand and stays, too
   spelled        a text that spells control tokens, its `ids` when it is taken
                  for text, and when it is not: `forged`
 """
@@ -158,7 +161,8 @@ def main() -> None:
   split = tokenizer(SPELLED, split_special_tokens=True).input_ids
   forged = tokenizer(SPELLED).input_ids
   spelled = {"text": SPELLED, "ids": split, "forged": forged}
-  expected = {"conversations": cases, "forms": forms, "spelled": spelled}
+  expected = {"conversations": cases, "forms": forms, "gemma": gemma()}
+  expected["spelled"] = spelled
   write(GOLDEN / "expected.json", expected)
 
 
@@ -184,6 +188,48 @@ def train() -> Tokenizer:
     [AddedToken(tag, special=False, normalized=False) for tag in TAGS]
   )
   return tokenizer
+
+
+def gemma() -> dict[str, dict]:
+  """Writes a tokenizer in the manner of Gemma 3; returns its conversations."""
+  control = ["<pad>", "<eos>", "<bos>", "<unk>"]
+  control += ["<start_of_turn>", "<end_of_turn>"]
+  single = [f"<0x{byte:02X}>" for byte in range(256)]
+  tokenizer = Tokenizer(
+    models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+  )
+  tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+  tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+  tokenizer.decoder = decoders.Sequence(
+    [
+      decoders.Replace("\u2581", " "),
+      decoders.ByteFallback(),
+      decoders.Fuse(),
+    ]
+  )
+  trainer = trainers.BpeTrainer(
+    vocab_size=600, special_tokens=[*control, *single], show_progress=False
+  )
+  tokenizer.train_from_iterator(texts(), trainer)
+  tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
+  data = json.loads(tokenizer.to_str())
+  # Single bytes are tokens like any other, which text may not spell.
+  data["added_tokens"] = [
+    token for token in data["added_tokens"] if token["content"] not in single
+  ]
+  root = GOLDEN / "gemma"
+  root.mkdir(exist_ok=True)
+  (root / "tokenizer.json").write_text(
+    json.dumps(data, ensure_ascii=False), "utf-8"
+  )
+  settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+  settings |= {"bos_token": "<bos>", "eos_token": "<eos>"}
+  write(root / "tokenizer_config.json", settings)
+  loaded = transformers.AutoTokenizer.from_pretrained(root)
+  cases, found = cases_(), {}
+  for name in ("question", "system", "turns", "empty", "unicode"):
+    found[name] = run(loaded, *cases[name])
+  return found
 
 
 def texts() -> Iterator[str]:
@@ -287,7 +333,10 @@ def run(tokenizer, messages: list, tools: list | None, variables: dict) -> dict:
   options = {"tools": tools, "add_generation_prompt": True, **variables}
   text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
   ids = tokenizer.apply_chat_template(messages, return_dict=False, **options)
-  found = re.findall(r"<\|im_start\|>assistant\n(.*?)<\|im_end\|>", text, re.S)
+  start, end = r"<\|im_start\|>assistant\n", r"<\|im_end\|>"
+  if tokenizer.bos_token:
+    start, end = "<start_of_turn>model\n", "<end_of_turn>"
+  found = re.findall(f"{start}(.*?){end}", text, re.S)
   return {
     "messages": messages,
     "tools": tools or [],

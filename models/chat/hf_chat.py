@@ -19,6 +19,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +49,10 @@ _PROBE_LENGTH = 1000
 
 @dataclasses.dataclass(frozen=True)
 class HfChat:
-  """The chat of a model with a byte-level tokenizer; see `load`.
+  """The chat of a model whose tokenizer knows the bytes of ids; see `load`.
+
+  That is a byte-level one, as of Qwen and Llama 3, or one that falls back on
+  tokens of single bytes, as of Gemma.
 
   Attributes:
     tokenizer: text of tokenizer.json.
@@ -79,7 +83,7 @@ class HfChat:
         are not.
 
     Raises:
-      ValueError: files are missing or broken, the tokenizer is not byte-level,
+      ValueError: files are missing or broken, the tokenizer is not of these,
         or takes too long, or the template rewrites earlier messages.
     """
     root = pathlib.Path(directory)
@@ -314,11 +318,16 @@ class HfChat:
   def _bytes(self, index: int) -> bytes:
     if index < 0:
       raise ValueError(f"id {index} is below 0")
-    if index in self._added:
-      return self._added[index].encode()
-    token = _tokenizer(self.tokenizer).id_to_token(index)
+    tokenizer = _tokenizer(self.tokenizer)
+    token = tokenizer.id_to_token(index)
     if token is None:
       return f"<id {index}>".encode()
+    if self._falls_back:
+      found = _ONE_BYTE.fullmatch(token)
+      text = token.replace(_SPACE, " ").encode()
+      return bytes.fromhex(found[1]) if found else text
+    if index in self._added:
+      return token.encode()
     try:
       return bytes(_BYTES[character] for character in token)
     except KeyError:  # A token that stands for its text, and not for bytes.
@@ -339,6 +348,10 @@ class HfChat:
       return encode([text], add_special_tokens=False)[0].ids
     except TypeError as error:  # Half a surrogate pair.
       raise ValueError(f"{text[:40]!r} has no encoding: {error}") from error
+
+  @functools.cached_property
+  def _falls_back(self) -> bool:
+    return _falls_back(_tokenizer(self.tokenizer))
 
   @functools.cached_property
   def _added(self) -> dict[int, str]:
@@ -367,6 +380,20 @@ def _byte_table() -> dict[str, int]:
 
 
 _BYTES = _byte_table()
+_SPACE = "\u2581"
+"""Stands for a space in tokens of SentencePiece."""
+_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_FALLBACK = {
+  "type": "Sequence",
+  "decoders": [
+    {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+  ],
+}
+"""The decoder of Gemma. Those of Llama 2 and Mistral 7B strip a space as well,
+which their encoders put before every text: texts cannot be joined."""
 
 
 class _Files(NamedTuple):
@@ -465,22 +492,31 @@ def _tokenizer(source: str) -> Any:
     tokenizer = tokenizers.Tokenizer.from_str(source)
   except Exception as error:  # The package raises plain Exceptions.
     raise ValueError(f"tokenizer.json cannot be read: {error}") from error
-  if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+  falls_back = _falls_back(tokenizer)
+  if not isinstance(tokenizer.decoder, decoders.ByteLevel) and not falls_back:
     raise ValueError(
       f"its tokenizer decodes with {tokenizer.decoder}; it must be byte-level, "
-      "to know the bytes of every id. Serve a run on a list of words with "
-      "--run, not its export"
+      "or fall back on bytes as Gemma's, to know the bytes of every id. Serve "
+      "a run on a list of words with --run, not its export"
     )
-  missing = [c for c in _BYTES if tokenizer.token_to_id(c) is None]
+  names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+  named = names if falls_back else _BYTES
+  missing = [c for c in named if tokenizer.token_to_id(c) is None]
   if missing:
     raise ValueError(
       f"its tokenizer has no token for {len(missing)} of 256 bytes, which "
-      f"messages would lose; the first is {_BYTES[missing[0]]:#x}"
+      f"messages would lose; the first is {named[missing[0]]:#x}"
     )
   tokenizer.no_truncation()
   tokenizer.no_padding()
   tokenizer.encode_special_tokens = True
   return tokenizer
+
+
+def _falls_back(tokenizer: Any) -> bool:
+  """Returns whether tokens are texts, or single bytes where there is none."""
+  decoder = tokenizer.decoder
+  return decoder is not None and json.loads(decoder.__getstate__()) == _FALLBACK
 
 
 def _control(tokenizer: Any) -> dict[str, int]:
@@ -564,11 +600,12 @@ def first_use(argument: list[Any]) -> None:
 
 def _check_normalizer(found: Any) -> None:
   """Raises ValueError for a normalizer that may make a text much longer."""
-  kinds = [found["type"]] if found else []
-  if kinds == ["Sequence"]:
-    kinds = [part["type"] for part in found["normalizers"]]
+  parts = [found] if found else []
+  if parts and found["type"] == "Sequence":
+    parts = found["normalizers"]
+  kinds = [part["type"] for part in parts if part != _SPACES]
   other = [kind for kind in kinds if kind not in _NORMALIZERS]
-  if other or len(kinds) > _MOST_STEPS:
+  if other or len(parts) > _MOST_STEPS:
     raise ValueError(
       f"its tokenizer has the normalizers {', '.join(map(str, kinds[:10]))}; "
       f"up to {_MOST_STEPS} of {', '.join(_NORMALIZERS)} are supported, which "

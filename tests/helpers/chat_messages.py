@@ -15,6 +15,9 @@ EXPECTED = json.loads((_ROOT / "expected.json").read_text("utf-8"))
 CASES: dict[str, dict[str, Any]] = EXPECTED["conversations"]
 FORMS: dict[str, dict[str, dict[str, Any]]] = EXPECTED["forms"]
 """Conversations whose template, `FORM.jinja`, writes calls otherwise."""
+GEMMA = _ROOT / "gemma"
+GEMMA_CASES: dict[str, dict[str, Any]] = EXPECTED["gemma"]
+"""Conversations of the tokenizer in `GEMMA`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Ids of conversations, against those of transformers in golden files."""
 
+import functools
 import json
+import pathlib
 import pickle
 import random
 import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -36,9 +39,9 @@ def chat_of(case):
   return hf_chat.HfChat.load(GOLDEN, case["variables"])
 
 
-def replay(case):
+def replay(case, chat=None):
   """Returns the ids of a conversation that grows answer by answer."""
-  chat, messages = chat_of(case), chat_messages.messages_of(case)
+  chat, messages = chat or chat_of(case), chat_messages.messages_of(case)
   answers = [i for i, said in enumerate(messages) if said.role == "assistant"]
   edges = [*answers, len(messages)]
   ids = [chat.open(messages[: edges[0]], case["tools"])]
@@ -73,6 +76,50 @@ def test_a_conversation_that_grows_has_the_ids_of_one_rendered_whole(name):
   # In "calls" two results follow one answer, in "thinking" a result follows
   # thinking, which stays; "dropped" is told below.
   assert replay(chat_messages.CASES[name]) == chat_messages.CASES[name]["ids"]
+
+
+@functools.cache
+def gemma():
+  return load(chat_messages.GEMMA)
+
+
+@pytest.mark.parametrize("name", chat_messages.GEMMA_CASES)
+def test_a_tokenizer_that_falls_back_on_bytes_gives_its_own_ids(name):
+  case, chat = chat_messages.GEMMA_CASES[name], gemma()
+  messages = chat_messages.messages_of(case)
+  assert chat.open(messages).tolist() == case["ids"]
+  assert replay(case, chat) == case["ids"]
+  assert chat.spell(case["ids"]) == case["text"]
+
+
+def test_bytes_of_tokens_are_told_from_texts_that_look_like_them():
+  chat = gemma()
+  (two,) = chat.text_ids("\n\n")
+  assert chat.pieces()[two] == b"\n\n"
+  pieces = [chat.pieces()[index] for index in chat.text_ids("a  \u6771<0x41>")]
+  assert b"".join(pieces) == "a  \u6771<0x41>".encode()
+  assert [x for x in pieces if x > b"\x7f"] == [b"\xe6", b"\x9d", b"\xb1"]
+  # As of Llama 2: texts cannot be joined.
+  with pytest.raises(ValueError, match="or fall back on bytes as Gemma's"):
+    broken("decoder", lambda found: found["decoders"].append(STRIP))
+  words = r"no token for 1 of 256 bytes.*the first is 0x41"
+  with pytest.raises(ValueError, match=words):
+    broken("model", lambda found: found["vocab"].pop("<0x41>"))
+
+
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def broken(name, change):
+  """Loads the tokenizer of Gemma's kind, in which a part was changed."""
+  with tempfile.TemporaryDirectory() as root:
+    directory = pathlib.Path(root, "gemma")
+    shutil.copytree(chat_messages.GEMMA, directory)
+    path = directory / "tokenizer.json"
+    data = json.loads(path.read_text("utf-8"))
+    change(data[name])
+    path.write_text(json.dumps(data), "utf-8")
+    load(directory)
 
 
 @pytest.mark.parametrize("form", chat_messages.FORMS)
@@ -574,6 +621,11 @@ SPLIT_FOR_EVER = {
 }
 TWICE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 MANY = {"type": "Sequence", "normalizers": [TWICE] * 40}
+
+
+@pytest.mark.process
+def test_the_normalizer_of_gemma_stands_its_trial():
+  assert hf_chat.HfChat.load(chat_messages.GEMMA) == gemma()
 
 
 @pytest.mark.process
