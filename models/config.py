@@ -1,7 +1,7 @@
 """The sizes of a model: checked, as published, and what they add up to.
 
 qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes, in bfloat16
-qwen2_5("7b") llama3("3.1-8b")
+qwen2_5("7b") llama3("3.1-8b") gemma3("1b")
 models.hf.config.load(directory)     sizes of a checkpoint
 tiny() tiny_moe()                    for a CPU
 """
@@ -75,6 +75,50 @@ class Compute:
         raise ValueError(f"model.compute.{name}={value} must be at least 1")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Window:
+  """Attention to the last tokens alone, in some layers or in all.
+
+  Decoding reads the keys within it, and yet keeps all of them.
+
+  Attributes:
+    size: tokens that a query sees, its own included.
+    full_every: of so many layers the last has no window, as in Gemma 3, where
+      it is 6; 0: every layer has one, as in Mistral 7B.
+    rope_theta: base of the rotary positions of layers with a window, which
+      have no `rope_scaling`; None is as in the others.
+
+  Source: Longformer, arXiv 2004.05150, section 3.1.
+  """
+
+  size: int
+  full_every: int = 0
+  rope_theta: float | None = None
+
+  def holds(self, layer: Any) -> Any:
+    """Returns whether a layer, counted from 0, has the window.
+
+    Args:
+      layer: an integer, or an array of them.
+    """
+    return (layer + 1) % self.full_every != 0 if self.full_every else True
+
+  def validate(self) -> None:
+    """Raises ValueError on values that cannot work."""
+    for problem in self._problems():
+      raise ValueError(f"model.window.{problem}")
+
+  def _problems(self) -> Iterator[str]:
+    if self.size < 1:
+      yield f"size={self.size} is below 1; use 1 or more"
+    if self.full_every < 0:
+      out = "use 0 for windows in all layers"
+      yield f"full_every={self.full_every} is below 0; {out}"
+    if self.rope_theta is not None and not 1 < self.rope_theta < math.inf:
+      out = "use 10000, or none for that of the model"
+      yield f"rope_theta={self.rope_theta} is not above 1; {out}"
+
+
 @runtime_checkable
 class PolicyMaker(Protocol):
   """Makes a policy: a frozen dataclass that is called."""
@@ -90,7 +134,7 @@ class PolicyMaker(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Sizes of a Qwen2.5, Qwen3, Qwen3-MoE or Llama 3 decoder.
+  """Sizes of a Qwen2.5, Qwen3, Qwen3-MoE, Llama 3 or Gemma 3 decoder.
 
   Attributes:
     num_kv_heads: key and value heads; each serves num_heads / num_kv_heads
@@ -106,6 +150,11 @@ class ModelConfig:
     rope_scaling: how they stretch beyond the trained length, or None.
     qk_norm: queries and keys are normed, as in Qwen3 and not in Llama 3.
     qkv_bias: queries, keys and values have a bias, as in Qwen2.5.
+    gemma: layers are those of Gemma 3: norms also of what is added to the
+      residual stream, all by 1 + their scale, a GELU in the place of the SiLU,
+      and embeddings times the root of d_model.
+    window: layers that attend to the last tokens alone; None has none.
+    query_pre_attn_scalar: scores are divided by its root; None is head_dim.
     tie_embeddings: the embedding is also the output projection.
     compute: how it is computed.
     lora: adapters, which then are all that trains; None trains everything.
@@ -130,6 +179,9 @@ class ModelConfig:
   norm_eps: float = 1e-6
   qk_norm: bool = True
   qkv_bias: bool = False
+  gemma: bool = False
+  window: Window | None = None
+  query_pre_attn_scalar: int | None = None
   tie_embeddings: bool = True
   compute: Compute = Compute()
   lora: lora_lib.Lora | None = None
@@ -177,6 +229,11 @@ class ModelConfig:
       return self
     compute = dataclasses.replace(self.compute, dtype=dtype)
     return dataclasses.replace(self, compute=compute)
+
+  @property
+  def norm_offset(self) -> float:
+    """The number that the scales of norms count from."""
+    return 1.0 if self.gemma else 0.0
 
   @property
   def expert_dtype(self) -> np.dtype:
@@ -238,6 +295,24 @@ class ModelConfig:
     if self.qkv_bias and self.qk_norm:
       why = "no published family has both, so it could not be exported"
       yield f"qkv_bias=true with qk_norm=true: {why}; use one of them"
+    if self.gemma and (experts or not self.qk_norm):
+      named = "qk_norm=false" if not self.qk_norm else f"num_experts={experts}"
+      out = "use qk_norm=true and num_experts=0"
+      yield f"gemma=true with {named}: Gemma 3 is without; {out}"
+    if self.window is not None and not self.gemma:
+      window = {"full_every": 0, "rope_theta": None}
+      mistral = {"qk_norm": False, "qkv_bias": False, "num_experts": 0}
+      named = [(self, "", mistral), (self.window, "window.", window)]
+      for part, prefix, wanted in named:
+        for name, value in wanted.items():
+          if (found := getattr(part, name)) != value:
+            why = "with a window: no published family but Gemma 3 has both"
+            out = f"use {prefix}{name}={str(value).lower()}, as in Mistral 7B"
+            yield f"{prefix}{name}={str(found).lower()} {why}; {out}"
+    scalar = self.query_pre_attn_scalar
+    if scalar is not None and (scalar < 1 or not self.gemma):
+      why = "is for gemma=true, and above 0"
+      yield f"query_pre_attn_scalar={scalar} {why}; use none"
     for layer in self.dense_layers:
       if not 0 <= layer < self.num_layers:
         bound = f"names layer {layer}, but they are 0 to {self.num_layers - 1}"
@@ -301,6 +376,19 @@ def llama3(size: str, **overrides: Any) -> ModelConfig:
   meta-llama/Llama-3.2-1B, ...
   """
   return _published("Llama 3", _LLAMA3, size, overrides)
+
+
+def gemma3(size: str, **overrides: Any) -> ModelConfig:
+  """Returns the text decoder of a published Gemma 3, overridden.
+
+  Args:
+    size: 270m, 1b, 4b, 12b or 27b; those from 4b on come with a model of
+      images, which is left out.
+
+  Source: arXiv 2503.19786, table 1, and config.json of google/gemma-3-1b-it,
+  ...
+  """
+  return _published("Gemma 3", _GEMMA3, size, overrides)
 
 
 def tiny(**overrides: Any) -> ModelConfig:
@@ -410,6 +498,20 @@ def _qwen2_5(dense: dict[str, Any]) -> dict[str, Any]:
   }
 
 
+def _gemma3(
+  window: int, head_dim: int, dense: dict[str, Any]
+) -> dict[str, Any]:
+  is_small = window == 512
+  return dense | {
+    "vocab_size": 262_144 if is_small else 262_208,
+    "head_dim": head_dim,
+    "max_length": 32_768 if is_small else 131_072,
+    "rope_scaling": None if is_small else rope.Linear(factor=8.0),
+    "gemma": True,
+    "window": Window(size=window, full_every=6, rope_theta=10_000.0),
+  }
+
+
 _QWEN2_5 = {
   "0.5b": _qwen2_5(_dense(24, 896, (14, 2), 4864, True)),
   "1.5b": _qwen2_5(_dense(28, 1536, (12, 2), 8960, True)),
@@ -441,4 +543,13 @@ _LLAMA3 = {
   "3.2-3b": _llama(32.0, 128, _dense(28, 3072, (24, 8), 8192, True)),
   "3.1-8b": _llama(8.0, 128, _dense(32, 4096, (32, 8), 14_336, False)),
   "3.1-70b": _llama(8.0, 128, _dense(80, 8192, (64, 8), 28_672, False)),
+}
+
+_GEMMA3 = {
+  "270m": _gemma3(512, 256, _dense(18, 640, (4, 1), 2048, True)),
+  "1b": _gemma3(512, 256, _dense(26, 1152, (4, 1), 6912, True)),
+  "4b": _gemma3(1024, 256, _dense(34, 2560, (8, 4), 10_240, True)),
+  "12b": _gemma3(1024, 256, _dense(48, 3840, (16, 8), 15_360, True)),
+  "27b": _gemma3(1024, 128, _dense(62, 5376, (32, 16), 21_504, True))
+  | {"query_pre_attn_scalar": 168},
 }

@@ -36,8 +36,9 @@ class Initializer:
     return dataclasses.replace(self, path=f"{self.path}['{name}']")
 
   def norm(self, width: int) -> nnx.Param:
-    """Returns the scale of a norm: ones."""
-    return sharding.parameter(jnp.ones(width, self.config.dtype), ("norm",))
+    """Returns the scale of a norm: ones, or zeros where it counts from 1."""
+    one = jnp.full(width, 1 - self.config.norm_offset, self.config.dtype)
+    return sharding.parameter(one, ("norm",))
 
   def bias(self, *axes: str) -> nnx.Param:
     """Returns zeros, which are added to the result of a matrix."""

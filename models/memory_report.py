@@ -352,6 +352,7 @@ def _attention(
     heads=config.num_heads // layout.size("heads"),
     head_dim=config.head_dim,
     dtypes=frozenset([config.dtype]),
+    windowed=config.window is not None,
   )
   form = config.compute.attention
   if form in backend.CHOSEN:

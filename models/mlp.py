@@ -1,4 +1,4 @@
-"""The MLP of a dense layer: SwiGLU, as in Qwen3 and Llama 3.
+"""The MLP of a dense layer: SwiGLU, as in Qwen3 and Llama 3, or Gemma's GEGLU.
 
 Letters: D width, F hidden width. Source: arXiv 2002.05202.
 """
@@ -10,10 +10,11 @@ from models import initializers, lora
 
 
 class Mlp(lora.Adapted):
-  """(silu(x gate) * x up) down."""
+  """(silu(x gate) * x up) down, or with a GELU, by its tanh, for the first."""
 
   def __init__(self, initializer: initializers.Initializer):
     """Draws the parameters."""
+    self.config = initializer.config
     self.gate = initializer.matrix("gate", "embed", "mlp")
     self.up = initializer.matrix("up", "embed", "mlp")
     self.down = initializer.matrix("down", "mlp", "embed", is_residual=True)
@@ -24,4 +25,5 @@ class Mlp(lora.Adapted):
     params = self.values()
     gate = lora.matmul(params, "gate", x)
     up = lora.matmul(params, "up", x)
-    return lora.matmul(params, "down", jax.nn.silu(gate) * up)
+    activation = jax.nn.gelu if self.config.gemma else jax.nn.silu
+    return lora.matmul(params, "down", activation(gate) * up)

@@ -169,16 +169,18 @@ def frequencies(
 def rotate(
   x: Float[Array, "B L H d"],
   positions: Int32[Array, "B L"],
-  theta: float,
-  scaling: Scaling | None = None,
+  frequency: Float32[Array, " half"] | Float32[np.ndarray, " half"],
+  growth: float = 1.0,
 ) -> Float[Array, "B L H d"]:
   """Turns every pair (x[i], x[i + d/2]), as paired in Qwen's weights.
 
   Angles are float32 whatever x is.
+
+  Args:
+    frequency, growth: see `frequencies`.
   """
-  frequency, factor = frequencies(x.shape[-1], theta, scaling)
   angle = positions[:, :, None, None].astype(jnp.float32) * frequency
-  cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
+  cos, sin = jnp.cos(angle) * growth, jnp.sin(angle) * growth
   a, b = jnp.split(x.astype(jnp.float32), 2, -1)
   turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
   return turned.astype(x.dtype)

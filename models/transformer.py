@@ -10,6 +10,7 @@ k experts of a token.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -37,6 +38,8 @@ from models.moe import layer as moe_layer
 _Cache = TypeVar("_Cache")
 
 _INPUT = "layer_input"
+_EVERYTHING = 2**30
+"""Tokens that a query sees without a window."""
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
   "none": lambda layer: layer,
@@ -74,6 +77,9 @@ class Block(nnx.Module):
     self.attention_norm = initializer.norm(self.config.d_model)
     self.attention = attention.Attention(initializer.inside("attention"))
     self.mlp_norm = initializer.norm(self.config.d_model)
+    if self.config.gemma:
+      self.post_attention_norm = initializer.norm(self.config.d_model)
+      self.post_mlp_norm = initializer.norm(self.config.d_model)
     if initializer.sparse:
       self.moe = moe_layer.Moe(initializer.inside("moe"))
     else:
@@ -97,10 +103,15 @@ class Block(nnx.Module):
     place = functools.partial(sharding.constrain, layout)
     normed = self._norm(x, self.attention_norm)
     out = self.attention.merge(attend(self.attention, normed))
+    if self.config.gemma:
+      out = self._norm(out, self.post_attention_norm)
     x = place(x + out, "batch", "length", None)
     normed = self._norm(x, self.mlp_norm)
     if not hasattr(self, "moe"):
-      return place(x + self.mlp(normed), "batch", "length", None), None
+      out = self.mlp(normed)
+      if self.config.gemma:
+        out = self._norm(out, self.post_mlp_norm)
+      return place(x + out, "batch", "length", None), None
     flat, counts, chosen = jax.tree.map(
       lambda leaf: _flat(layout, leaf), (normed, copies, chosen)
     )
@@ -109,11 +120,11 @@ class Block(nnx.Module):
     return place(x + y, "batch", "length", None), (aux, took)
 
   def _norm(self, x: Array, scale: nnx.Param) -> Array:
-    return attention.rms_norm(x, scale.get_value(), self.config.norm_eps)
+    return _norm(self.config, x, scale)
 
 
 class Transformer(lora.Adapted):
-  """A decoder as of Qwen or Llama, with the methods of `policy.Policy`.
+  """A decoder as of Qwen, Llama or Gemma, with the methods of `policy.Policy`.
 
   Random matrices are the same with and without adapters, which add nothing yet.
   `Initializer.matrix` gives their standard deviations.
@@ -146,14 +157,18 @@ class Transformer(lora.Adapted):
     token_mask = mask.packed_mask(segments, parents)
     if copies is None:
       copies = (segments > 0).astype(jnp.int32)
-    compute = self.config.compute
+    compute, window = self.config.compute, self.config.window
 
-    def attend(nothing, _, module, x):
-      query, k, v = module.project(x, positions)
+    def attend(nothing, index, module, x):
+      query, k, v = module.project(x, positions, index)
+      seen = token_mask
+      if window is not None:
+        oldest = positions - _reach(window, index) + 1
+        seen = token_mask._replace(places=positions, oldest=oldest)
       mixed = attention.attend(
         query,
-        token_mask,
-        [mask.KeyValues(k, v, token_mask)],
+        seen,
+        [mask.KeyValues(k, v, seen)],
         form=compute.attention,
         block=compute.attention_block,
         layout=layout,
@@ -184,10 +199,10 @@ class Transformer(lora.Adapted):
     at = kv_cache.addresses(cache, tables, owners, positions)
     # Padding sees the first key of its row: no softmax is empty.
     order = jnp.where(positions == kv_cache.EMPTY, 0, positions)
-    parts = _parts(len(tables), chunks)
+    parts, window = _parts(len(tables), chunks), self.config.window
 
     def attend(cache, index, module, x):
-      query, k, v = module.project(x, positions[:, None])
+      query, k, v = module.project(x, positions[:, None], index)
       cache = kv_cache.write(cache, index, at, k[:, 0], v[:, 0], layout)
       mixed = []
       for rows, ids, size in parts:
@@ -197,6 +212,7 @@ class Transformer(lora.Adapted):
           cache,
           index,
           tables[rows],
+          None if window is None else _reach(window, index),
           form=self.config.compute.attention,
           layout=layout,
         )
@@ -265,6 +281,8 @@ class Transformer(lora.Adapted):
       return (x, cache), routed
 
     x = lora.lookup(self._outside(layout), "embed", tokens, config.dtype)
+    if config.gemma:
+      x *= jnp.asarray(math.sqrt(config.d_model), x.dtype)
     x = sharding.constrain(layout, x, "batch", "length", None)
     carry, routed = (x, cache), []
     steps: dict[bool, Callable] = {}
@@ -298,7 +316,7 @@ class Transformer(lora.Adapted):
       if some is not None:
         routed.append(some)
     x, cache = carry
-    x = attention.rms_norm(x, self.final_norm.get_value(), config.norm_eps)
+    x = _norm(config, x, self.final_norm)
     if not routed:
       return x, cache, moe_layer.average(None, config.num_experts), None
     stats, taken = jax.tree.map(lambda *runs: jnp.concatenate(runs), *routed)
@@ -311,6 +329,19 @@ class Transformer(lora.Adapted):
       return params
     axes = sharding.axes_of(self)
     return sharding.gathered(layout, params, {x: axes[x] for x in params})
+
+
+def _norm(config: config_lib.ModelConfig, x: Array, scale: nnx.Param) -> Array:
+  return attention.rms_norm(
+    x, scale.get_value(), config.norm_eps, offset=config.norm_offset
+  )
+
+
+def _reach(
+  window: config_lib.Window, layer: Int32[Array, ""]
+) -> Int32[Array, ""]:
+  """Returns how many tokens, up to its own, a query of a layer sees."""
+  return jnp.where(window.holds(layer), window.size, _EVERYTHING)
 
 
 def _flat(

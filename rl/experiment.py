@@ -568,6 +568,7 @@ class Experiment:
         head_dim=model.head_dim,
         dtypes=frozenset({model.dtype}),
         parents=batch.share_prompts,
+        windowed=model.window is not None,
       )
       if reason := backend.refusal(form, case):
         raise ValueError(

@@ -82,6 +82,16 @@ def configs():
       rope_scaling=rope.Llama3(factor=4.0, original_max_length=16),
     ),
     "qwen2": config.tiny(**sizes, qk_norm=False, qkv_bias=True),
+    "mistral": config.tiny(
+      **sizes, qk_norm=False, window=config.Window(size=5)
+    ),
+    "gemma3": config.tiny(
+      **sizes,
+      gemma=True,
+      query_pre_attn_scalar=9,
+      rope_scaling=rope.Linear(factor=2.0),
+      window=config.Window(size=5, full_every=2, rope_theta=100.0),
+    ),
     "moe_yarn": config.tiny_moe(**sizes, rope_scaling=yarn, dense_layers=(0,)),
   }
 
@@ -122,6 +132,7 @@ def adapted():
     "moe_all": ("moe", lora.TARGETS),
     "moe_mixed": ("moe_tied", (*mlp, "router")),
     "biased": ("qwen2", lora.TARGETS[:7]),
+    "gemma": ("gemma3", lora.TARGETS[:7]),
     "moe_attention": ("moe", ("query", "value")),
     "moe_gate": ("moe", ("gate",)),
     "moe_gate_up": ("moe", ("up", "gate", "out")),
@@ -133,17 +144,19 @@ def random_params(config):
   """Returns weights without structure, so that no part of a model is idle."""
   from models import policy as policy_lib
 
-  return random_leaves(policy_lib.of(config).shapes)
+  return random_leaves(policy_lib.of(config).shapes, 1 - config.norm_offset)
 
 
-def random_leaves(shapes):
-  """Returns noise in the shape of each leaf, around 1 for norms."""
+def random_leaves(shapes, one=1.0):
+  """Returns noise in the shape of each leaf, around `one` for norms."""
   import jax
   import jax.numpy as jnp
 
   rng = np.random.default_rng(1)
   return jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(x.ndim == 1, 0.2, x.shape), x.dtype),
+    lambda x: jnp.asarray(
+      rng.normal(one * (x.ndim == 1), 0.2, x.shape), x.dtype
+    ),
     shapes,
   )
 

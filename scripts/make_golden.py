@@ -20,7 +20,7 @@ and the attention factor that follow from each.
 
 Weights are large and random, norms are not 1: no part of a model is idle. All
 is computed in float64, but for what transformers turns to float32 in any case:
-norms, softmax and rotary angles.
+norms, softmax, rotary angles, and the root that Gemma's embeddings grow by.
 """
 
 # PyTorch and transformers are in an environment of their own.
@@ -93,6 +93,23 @@ MODELS = {
     },
   },
   "llama3_tied": {"rope_theta": 1e4, "tie_word_embeddings": True},
+  "mistral": {"rope_theta": 1e4, "sliding_window": 5},
+  # The last of the three layers sees more than four tokens.
+  "gemma3": {
+    "num_hidden_layers": 3,
+    "sliding_window": 4,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 12,
+    "pad_token_id": None,  # torch has no gradient of its embedding.
+    "rope_parameters": {
+      "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+      "full_attention": {
+        "rope_type": "linear",
+        "rope_theta": 1e3,
+        "factor": 2.0,
+      },
+    },
+  },
 }
 
 LONG = {"head_dim": 128, "max_position_embeddings": 40_960}
@@ -154,6 +171,12 @@ def write_model(directory: pathlib.Path, sizes: dict) -> None:
   if directory.name.startswith("llama"):
     config = transformers.LlamaConfig(**SIZES | sizes)
     cls = transformers.LlamaForCausalLM
+  elif directory.name.startswith("mistral"):
+    config = transformers.MistralConfig(**SIZES | sizes)
+    cls = transformers.MistralForCausalLM
+  elif directory.name.startswith("gemma3"):
+    config = transformers.Gemma3TextConfig(**SIZES | sizes)
+    cls = transformers.Gemma3ForCausalLM
   elif directory.name.startswith("qwen2"):
     config = transformers.Qwen2Config(**SIZES | sizes)
     cls = transformers.Qwen2ForCausalLM
@@ -168,7 +191,8 @@ def write_model(directory: pathlib.Path, sizes: dict) -> None:
   model = cls(config).eval()
   for name, parameter in model.named_parameters():
     rng = np.random.default_rng(zlib.crc32(f"{directory.name}/{name}".encode()))
-    values = rng.normal(float(parameter.ndim == 1), 0.3, parameter.shape)
+    one = parameter.ndim == 1 and not directory.name.startswith("gemma")
+    values = rng.normal(float(one), 0.3, parameter.shape)
     parameter.data = torch.from_numpy(values.astype(np.float32))
   model.save_pretrained(directory)
   (directory / "generation_config.json").unlink()

@@ -544,7 +544,7 @@ CAUSES = (
     sees=(
       "architectures=['Gpt'] is not supported; use a checkpoint of"
       " Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM,"
-      " LlamaForCausalLM, MistralForCausalLM"
+      " LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM"
     ),
     why="config.json of the model was read in full. What is not known might"
     " change its result, so it is refused rather than ignored.",
@@ -557,9 +557,9 @@ CAUSES = (
     title="There is no tokenizer, or it cannot be used",
     sees=(".: no tokenizer.json; AutoTokenizer.save_pretrained writes one"),
     why="Tokens in, tokens out: ids that were sampled are trained as they are."
-    " That takes a byte-level tokenizer.json whose special tokens do not depend"
-    " on the text around them, and that stays within time and memory when it"
-    " is tried in a process of its own.",
+    " That takes a tokenizer.json that is byte-level or falls back on bytes,"
+    " whose special tokens do not depend on the text around them, and that"
+    " stays within time and memory when it is tried in a process of its own.",
     cure="Copy the tokenizer of the same model again, or write a fast one with"
     " transformers. A task with a list of words needs none:"
     " --config.chat=words.",

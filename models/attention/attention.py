@@ -4,15 +4,17 @@ Letters: B rows, L queries, S keys, D width, H heads, K kv heads, G = H / K,
 d head width.
 
 Sources: Qwen3, arXiv 2505.09388, section 2; Llama 3, 2407.21783, section 3.2;
-Qwen2.5, 2412.15115, section 2.
+Qwen2.5, 2412.15115, section 2; Gemma 3, 2503.19786, section 2.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 
 from models import initializers, lora, rope, sharding
 from models.attention import (
@@ -27,17 +29,24 @@ from models.attention import (
 
 
 def rms_norm(
-  x: Float[Array, "*any D"], scale: Float[Array, " D"], eps: float
+  x: Float[Array, "*any D"],
+  scale: Float[Array, " D"],
+  eps: float,
+  *,
+  offset: float = 0.0,
 ) -> Float[Array, "*any D"]:
-  """Returns x with a root mean square of `scale`, by arXiv 1910.07467.
+  """Returns x with a root mean square of offset + scale, by arXiv 1910.07467.
 
   The mean is taken in float32, as in Qwen's own code, and so is the gradient of
-  the scale, which is a sum over all tokens.
+  the scale, which is a sum over all tokens. With an offset all of it is in
+  float32, as in Gemma's.
   """
   wide = x.astype(jnp.float32)
   mean = jnp.mean(wide * wide, -1, keepdims=True)
-  normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x.dtype)
-  return _scaled(normed, scale)
+  normed = wide * jax.lax.rsqrt(mean + eps)
+  if offset:
+    return _scaled(normed, offset + scale.astype(jnp.float32)).astype(x.dtype)
+  return _scaled(normed.astype(x.dtype), scale)
 
 
 @jax.custom_vjp
@@ -88,12 +97,15 @@ class Attention(lora.Adapted):
     initializer.adapt(self)
 
   def project(
-    self, x: Float[Array, "B L D"], positions: Int32[Array, "B L"]
+    self,
+    x: Float[Array, "B L D"],
+    positions: Int32[Array, "B L"],
+    layer: int | Int32[Array, ""],
   ) -> tuple[
     Float[Array, "B L H d"], Float[Array, "B L K d"], Float[Array, "B L K d"]
   ]:
     """Returns queries, keys and values; the first two rotated, maybe normed."""
-    params, eps = self.values(), self.config.norm_eps
+    params = self.values()
     query = lora.matmul(params, "query", x)
     key = lora.matmul(params, "key", x)
     value = lora.matmul(params, "value", x)
@@ -102,15 +114,34 @@ class Attention(lora.Adapted):
       key = _biased(key, params["key_bias"])
       value = _biased(value, params["value_bias"])
     if self.config.qk_norm:
-      query = rms_norm(query, params["query_norm"], eps)
-      key = rms_norm(key, params["key_norm"], eps)
-    theta, scaling = self.config.rope_theta, self.config.rope_scaling
-    query = rope.rotate(query, positions, theta, scaling)
-    return query, rope.rotate(key, positions, theta, scaling), value
+      query = self._norm(query, params["query_norm"])
+      key = self._norm(key, params["key_norm"])
+    frequency, growth = self._rotary(layer)
+    key = rope.rotate(key, positions, frequency, growth)
+    if (width := self.config.query_pre_attn_scalar) is not None:
+      growth *= math.sqrt(self.config.head_dim / width)
+    return rope.rotate(query, positions, frequency, growth), key, value
 
   def merge(self, mixed: Float[Array, "B L H d"]) -> Float[Array, "B L D"]:
     """Returns the heads' values, projected into the residual stream."""
     return lora.matmul(self.values(), "out", mixed, num_in=2)
+
+  def _norm(self, x: Array, scale: Array) -> Array:
+    config = self.config
+    return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+
+  def _rotary(
+    self, layer: int | Int32[Array, ""]
+  ) -> tuple[Float32[Array, " half"] | Float32[np.ndarray, " half"], float]:
+    """Returns what `rope.frequencies` does, of a layer."""
+    config, window = self.config, self.config.window
+    found, growth = rope.frequencies(
+      config.head_dim, config.rope_theta, config.rope_scaling
+    )
+    if window is None or window.rope_theta is None:
+      return found, growth
+    near, _ = rope.frequencies(config.head_dim, window.rope_theta, None)
+    return jnp.where(window.holds(layer), near, found), growth
 
 
 def attend(
@@ -316,4 +347,5 @@ def _case(
     parents=token_mask.parents is not None,
     in_order=all(positions is None for positions in explicit)
     and (layout is None or layout.size("length") == 1),
+    windowed=token_mask.oldest is not None,
   )

@@ -35,6 +35,7 @@ class Case:
     keys: of all sources.
     dtypes: of queries, keys and values.
     in_order: tokens are ordered by their index in the row.
+    windowed: queries may see the last tokens alone.
   """
 
   batch: int
@@ -46,6 +47,7 @@ class Case:
   sources: int = 1
   parents: bool = False
   in_order: bool = True
+  windowed: bool = False
 
 
 def choose(platform: str, case: Case) -> str:
@@ -88,6 +90,8 @@ def refusal(form: str, case: Case) -> str | None:
     return f"cannot join {case.sources} sources of keys; {out}"
   if case.parents:
     return f"knows no shared prompts; {out}, or do not share them"
+  if case.windowed:
+    return f"knows no window; {out}"
   if not case.in_order or case.queries != case.keys:
     return f"needs whole rows, in the order of their indices; {out}"
   tile, dtypes = _KERNELS[form]

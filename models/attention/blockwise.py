@@ -309,6 +309,9 @@ def _plan(
       lowest, highest = (x[:, :, None] for x in extremes(segments))
       meet |= (low <= highest) & (lowest <= high)
   seen = meet & (first <= last)
+  if queries.oldest is not None and keys.places is not None:
+    newest = jnp.max(tiles(keys.places), -1)[:, None]
+    seen &= newest >= jnp.min(tiles(queries.oldest), -1)[:, :, None]
   # Stable: tiles that are seen come first, from left to right.
   return _Plan(
     jnp.argsort(~seen, -1, stable=True).astype(jnp.int32),

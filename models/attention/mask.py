@@ -15,18 +15,23 @@ class TokenMask(NamedTuple):
   """Tokens as the mask sees them.
 
   A query sees a key that does not come after it and is in its segment or in its
-  parent segment.
+  parent segment, unless a window leaves it out.
 
   Attributes:
     positions: in time; None is the index in the row.
     segments: a negative one is seen by nobody.
     parents: of queries: another segment that they see as well, or NO_PARENT;
       None when no query has one.
+    places: of keys, in their conversation, from which parents and children are
+      apart in a row; None without a window.
+    oldest: of queries: the first place that they see; None without a window.
   """
 
   positions: Int32[Array, "B L"] | None
   segments: Int32[Array, "B L"]
   parents: Int32[Array, "B L"] | None = None
+  places: Int32[Array, "B L"] | None = None
+  oldest: Int32[Array, "B L"] | None = None
 
 
 class KeyValues(NamedTuple):
@@ -64,5 +69,7 @@ def visible(queries: TokenMask, keys: TokenMask) -> Bool[Array, "B L S"]:
   seen = key_segments == queries.segments[:, :, None]
   if queries.parents is not None:
     seen |= key_segments == queries.parents[:, :, None]
+  if queries.oldest is not None and keys.places is not None:
+    seen &= keys.places[:, None, :] >= queries.oldest[:, :, None]
   earlier = positions(keys)[:, None, :] <= positions(queries)[:, :, None]
   return seen & earlier & (key_segments >= 0)

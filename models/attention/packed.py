@@ -33,6 +33,7 @@ def can(case: backend.Case, layout: sharding.Layout | None) -> bool:
     and case.sources == 1
     and case.queries == case.keys
     and not case.parents
+    and not case.windowed
   )
 
 

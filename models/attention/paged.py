@@ -4,9 +4,10 @@
 
 or a kernel, where the platform has one for the case (`paged_kernels`).
 
-A query sees the keys of its row up to its own position. Pages are read through
-the table a tile at a time, up to the last that some query sees: memory and
-time follow from the longest conversation, not from the width of the table.
+A query sees the keys of its row up to its own position, or the last of them
+within a window. Pages are read through the table a tile at a time, from the
+first that a query of a row sees and as many as the row with the most: memory
+and time follow from what is seen, not from the width of the table.
 
 Letters: R rows, C queries of each, W pages of a table, H heads, K kv heads,
 G = H / K, m = C * G, d head width, s keys of a tile.
@@ -32,6 +33,7 @@ def attend(
   cache: kv_cache.Cache,
   layer: int | Int32[Array, ""],
   tables: Int32[Array, "R W"],
+  window: Int32[Array, ""] | None = None,
   *,
   form: str = "auto",
   layout: sharding.Layout | None = None,
@@ -44,6 +46,7 @@ def attend(
   Args:
     positions: of the queries, whose own keys have been written; from 0.
     layer: of the cache.
+    window: keys that a query sees, its own included; None is all.
     form: see `paged_kernels.refusal`.
     layout: where rows and heads lie; None is one device.
   """
@@ -55,13 +58,23 @@ def attend(
     head_dim=query.shape[3],
     page_size=cache.k.shape[3],
     dtypes=frozenset({query.dtype.name, cache.k.dtype.name}),
+    windowed=window is not None,
     form=form,
   )
   if refused is None:
     kernel = functools.partial(paged_kernels.attend, platform=platform)
   layer = jnp.asarray(layer, jnp.int32)
+  oldest = None
+  if window is not None:
+    oldest = positions - window + 1
+    # Of each row the pages before are left out, and positions count from there.
+    page_size = cache.k.shape[3]
+    first = jnp.maximum(jnp.min(oldest, 1, keepdims=True), 0) // page_size
+    number = first + jnp.arange(tables.shape[1], dtype=jnp.int32)
+    tables = jnp.take_along_axis(tables, number, 1, mode="clip")
+    positions, oldest = (x - first * page_size for x in (positions, oldest))
   if layout is None or layout.mesh.size == 1:
-    return kernel(query, positions, cache, layer, tables)
+    return kernel(query, positions, cache, layer, tables, oldest)
   rows = "batch" if len(query) % layout.size("batch") == 0 else None
   same = layout.rules.of("heads") == layout.rules.of("kv_heads")
   heads = "heads" if same else None
@@ -74,12 +87,13 @@ def attend(
       layout.spec(heads),
       layout.spec(),
       layout.spec(rows),
+      layout.spec(rows),
     ),
     out_specs=layout.spec(rows, None, heads),
     # Loops and kernels begin with zeros, which vary over no axis yet.
     check_vma=False,
   )
-  return mapped(query, positions, cache, layer, tables)
+  return mapped(query, positions, cache, layer, tables, oldest)
 
 
 def describe(
@@ -94,6 +108,7 @@ def describe(
       head_dim=config.head_dim,
       page_size=page_size,
       dtypes=frozenset({config.dtype}),
+      windowed=config.window is not None,
       form=config.compute.attention,
     )
     return "by a kernel" if refused is None else f"by tiles: {refused}"
@@ -107,6 +122,7 @@ def by_tiles(
   cache: kv_cache.Cache,
   layer: Int32[Array, ""],
   tables: Int32[Array, "R W"],
+  oldest: Int32[Array, "R C"] | None = None,
   *,
   tile: int,
 ) -> Float[Array, "R C H d"]:
@@ -115,6 +131,7 @@ def by_tiles(
   The bits of a row follow from its own tokens, whatever the others are.
 
   Args:
+    oldest: first position that each query sees; None is 0.
     tile: positions of a tile, about: whole pages.
   """
   rows, length, heads, width = query.shape
@@ -129,7 +146,9 @@ def by_tiles(
   q_RKmd = jnp.swapaxes(
     query.reshape(rows, length, kv_heads, groups, width), 1, 2
   ).reshape(rows, kv_heads, length * groups, width)
-  last_seen = jnp.repeat(positions, groups, 1)[:, :, None]
+
+  def of_queries(order: Array) -> Array:
+    return jnp.repeat(order, groups, 1)[:, :, None]
 
   def scored(step: int | Int32[Array, ""]) -> tuple[Array, Array]:
     """Returns the scores of a tile, -inf where unseen, and its values."""
@@ -145,8 +164,10 @@ def by_tiles(
     k_RKsd, v_RKsd = map(read, cache)
     scores = _product("rkmd,rksd->rkms", q_RKmd, k_RKsd) * width**-0.5
     order = step * tile + jnp.arange(tile, dtype=jnp.int32)
-    seen = (order <= last_seen)[:, None]
-    return jnp.where(seen, scores, -jnp.inf), v_RKsd
+    seen = order <= of_queries(positions)
+    if oldest is not None:
+      seen &= order >= of_queries(oldest)
+    return jnp.where(seen[:, None], scores, -jnp.inf), v_RKsd
 
   def mix(v: Array, weights: Array) -> Array:
     return _product("rkms,rksd->rkmd", weights.astype(v.dtype), v)

@@ -33,6 +33,7 @@ def refusal(
   head_dim: int,
   page_size: int,
   dtypes: frozenset[str],
+  windowed: bool = False,
   form: str = "auto",
 ) -> str | None:
   """Returns why no kernel does this, or None.
@@ -46,6 +47,8 @@ def refusal(
     return f"there is no kernel for a {platform}"
   if platform == "tpu" and queries > 1:
     return "the kernel takes one id a row"
+  if platform == "tpu" and windowed:
+    return "the kernel knows no window"
   if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}:
     return f"the kernel has no {' with '.join(sorted(dtypes))}"
   if platform == "gpu":
@@ -69,6 +72,7 @@ def attend(
   cache: kv_cache.Cache,
   layer: Int32[Array, ""],
   tables: Int32[Array, "R W"],
+  oldest: Int32[Array, "R C"] | None = None,
   *,
   platform: str,
 ) -> Float[Array, "R C H d"]:
@@ -77,7 +81,7 @@ def attend(
   if platform == "gpu":
     from models.attention import paged_triton
 
-    return paged_triton.attend(query, positions, cache, layer, tables)
+    return paged_triton.attend(query, positions, cache, layer, tables, oldest)
   from jax.experimental.pallas.ops.tpu import paged_attention
 
   num_pages, page_size, width = cache.k.shape[2:]

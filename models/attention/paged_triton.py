@@ -58,6 +58,7 @@ def attend(
   cache: kv_cache.Cache,
   layer: Int32[Array, ""],
   tables: Int32[Array, "R W"],
+  oldest: Int32[Array, "R C"] | None = None,
   *,
   tiling: PageTiling | None = None,
   interpret: bool = False,
@@ -82,9 +83,13 @@ def attend(
   q_RKmd = query.reshape(rows, length, kv_heads, groups, width)
   q_RKmd = jnp.swapaxes(q_RKmd, 1, 2).reshape(rows, kv_heads, count, width)
   q_RKmd = jnp.pad(q_RKmd, ((0, 0), (0, 0), (0, -count % tile), (0, 0)))
+  if oldest is None:
+    oldest = jnp.zeros_like(positions)
   # Padding sees the first key.
-  last = jnp.repeat(positions, groups, 1)
-  last = jnp.pad(last, ((0, 0), (0, -count % tile)))
+  first, last = (
+    jnp.pad(jnp.repeat(x, groups, 1), ((0, 0), (0, -count % tile)))
+    for x in (oldest, positions)
+  )
   whole = max(1, tiling.keys // page_size)
   tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % whole)))
   num_tiles = last.shape[1] // tile
@@ -93,6 +98,7 @@ def attend(
   splits = min(num_blocks, -(-tiling.programs // programs))
   out, lse = _call(
     q_RKmd,
+    first,
     last,
     tables + layer * num_pages,
     # Merging axes of an array moves nothing.
@@ -113,6 +119,7 @@ def attend(
 
 def _call(
   q: Float[Array, "R K m d"],
+  first: Int32[Array, "R m"],
   last: Int32[Array, "R m"],
   tables: Int32[Array, "R W"],
   k: Float[Array, "K positions d"],
@@ -141,7 +148,7 @@ def _call(
     grid=(rows, kv_heads, count // tile, splits),
     in_specs=[
       pl.BlockSpec((None, None, tile, width), lambda r, h, t, s: (r, h, t, 0)),
-      pl.BlockSpec((None, tile), lambda r, h, t, s: (r, t)),
+      *(pl.BlockSpec((None, tile), lambda r, h, t, s: (r, t)),) * 2,
       pl.BlockSpec((None, tables.shape[1]), lambda r, h, t, s: (r, 0)),
       *(
         pl.BlockSpec((None, *k.shape[1:]), lambda r, h, t, s: (h, 0, 0))
@@ -159,11 +166,12 @@ def _call(
     ),
     name="paged_attention",
   )
-  return call(q, last, tables, k, v)
+  return call(q, first, last, tables, k, v)
 
 
 def _kernel(
   q_ref: Any,
+  first_ref: Any,
   last_ref: Any,
   tables: Any,
   k: Any,
@@ -175,7 +183,7 @@ def _kernel(
   page_size: int,
   splits: int,
 ):
-  q, last = q_ref[...], last_ref[...]
+  q, oldest, last = q_ref[...], first_ref[...], last_ref[...]
   tile, width = q.shape
   split = pl.program_id(3)
   # Blocks up to the last key that some query sees, in S parts.
@@ -191,7 +199,9 @@ def _kernel(
     page = tables[jax.lax.shift_right_logical(order, jnp.int32(shift))]
     at = page * page_size + (order & (page_size - 1))
     scores = _dot(q, k[at, :], 1) * (width**-0.5 * math.log2(math.e))
-    seen = order[None, :] <= last[:, None]
+    seen = (order[None, :] >= oldest[:, None]) & (
+      order[None, :] <= last[:, None]
+    )
     scores = jnp.where(seen, scores, _LEAST)
     new_top = jnp.maximum(top, scores.max(1))
     weights = jnp.exp2(scores - new_top[:, None])

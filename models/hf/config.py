@@ -27,6 +27,7 @@ ARCHITECTURES = {
   "Qwen3MoeForCausalLM": "qwen3_moe",
   "LlamaForCausalLM": "llama",
   "MistralForCausalLM": "mistral",
+  "Gemma3ForCausalLM": "gemma3_text",
 }
 """Supported architectures, and what the file calls their family.
 
@@ -60,23 +61,29 @@ _DEFAULTS = {
   "tie_word_embeddings": False,
   "norm_topk_prob": False,
 }
-_MUST_BE = {
-  "hidden_act": "silu",
-  "attention_dropout": 0,
-  "use_sliding_window": False,
-  "is_encoder_decoder": False,
-}
+_MUST_BE = {"attention_dropout": 0, "is_encoder_decoder": False}
 _OTHER = {
   *("architectures", "model_type", "dtype", "torch_dtype", "layer_types"),
   *("rope_theta", "rope_scaling", "rope_parameters"),
 }
 # What transformers knows of one family alone.
+_UNBIASED = {"attention_bias": False}
+_SILU = {"hidden_act": "silu", "use_sliding_window": False}
+_GELU = "gelu_pytorch_tanh"
 _MUST_BE_OF: dict[str, dict[str, Any]] = {
-  "qwen2": {},
-  "qwen3": {"attention_bias": False},
-  "qwen3_moe": {"attention_bias": False},
-  "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
-  "mistral": {"sliding_window": None},
+  "qwen2": _SILU,
+  "qwen3": _SILU | _UNBIASED,
+  "qwen3_moe": _SILU | _UNBIASED,
+  "llama": _SILU | _UNBIASED | {"mlp_bias": False, "pretraining_tp": 1},
+  "mistral": {"hidden_act": "silu"},
+  "gemma3_text": _UNBIASED
+  | {
+    "hidden_act": _GELU,
+    "hidden_activation": _GELU,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+  },
 }
 # Of Qwen's own code: Qwen2.5 has the first, and Qwen3-Coder the others.
 _MUST_BE_READ = {
@@ -85,6 +92,15 @@ _MUST_BE_READ = {
   "use_qk_norm": True,
   "shared_expert_intermediate_size": 0,
 }
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
+_OTHER_OF = {
+  "mistral": {"sliding_window"},
+  "gemma3_text": {
+    *("sliding_window", "query_pre_attn_scalar", "rope_local_base_freq"),
+    *_PATTERN,
+  },
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _OTHER_EXPERT = {"num_local_experts", "decoder_sparse_step", "mlp_only_layers"}
 # How the weights were drawn, are sampled from or are kept by transformers, and
 # what SmolLM2 has from nanotron.
@@ -97,7 +113,7 @@ _HARMLESS = {
   *("problem_type", "tokenizer_class", "unsloth_fixed", "unsloth_version"),
   *("attn_implementation", "_attn_implementation", "experts_implementation"),
   *("_attn_implementation_autoset", "transformers.js_config"),
-  *("is_llama_config", "rope_interleaved"),
+  *("is_llama_config", "rope_interleaved", "cache_implementation"),
   *("max_length", "max_new_tokens", "do_sample", "num_beams", "temperature"),
   *("top_k", "top_p", "min_p", "repetition_penalty"),
 }
@@ -121,15 +137,16 @@ def load(
   """
   path = pathlib.Path(directory, "config.json")
   data = untrusted_files.read_object(path)
-  if data.get("model_type") == "mistral":
+  if data.get("model_type") in ("mistral", "gemma3_text"):
     data.setdefault("sliding_window", 4096)  # As in transformers.
   # What is null takes its default in transformers, and so it does here.
   data = {name: value for name, value in data.items() if value is not None}
   try:
     config = _read(data, compute)
     config.validate()
-    if config.rope_scaling is not None:
-      config.rope_scaling.validate()
+    for part in (config.rope_scaling, config.window):
+      if part is not None:
+        part.validate()
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
   return config
@@ -145,8 +162,12 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   sparse = config.num_experts > 0
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
   family = "qwen2" if config.qkv_bias else "llama"
-  if config.qk_norm:
+  if config.gemma:
+    family = "gemma3_text"
+  elif config.qk_norm:
     family = "qwen3_moe" if sparse else "qwen3"
+  elif config.window is not None:
+    family = "mistral"
   named = next(name for name, own in ARCHITECTURES.items() if own == family)
   data = {
     "architectures": [named],
@@ -165,7 +186,25 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   if sparse:
     data["decoder_sparse_step"] = 1
     data["mlp_only_layers"] = list(config.dense_layers)
+  if config.window is not None:
+    data["sliding_window"] = config.window.size
+  if config.gemma:
+    data |= _gemma_to_hf(config)
   return dict(sorted(data.items()))
+
+
+def _gemma_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
+  window = config.window
+  data: dict[str, Any] = {
+    "layer_types": _layer_types(window, config.num_layers),
+    "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,
+    "rope_local_base_freq": config.rope_theta,
+  }
+  if window is not None and window.rope_theta is not None:
+    data["rope_local_base_freq"] = window.rope_theta
+  if window is not None and window.full_every:
+    data[_PATTERN[0]] = window.full_every
+  return data
 
 
 def _read(
@@ -175,16 +214,21 @@ def _read(
   sparse = family == "qwen3_moe"
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
   data = data | _one_name(data, "num_experts", "num_local_experts", sparse)
-  normed = family in ("qwen3", "qwen3_moe")
+  gemma = family == "gemma3_text"
+  normed = gemma or family in ("qwen3", "qwen3_moe")
   data = data if normed else _with_head_dim(data)
-  known = {*names, *_OTHER, *(_OTHER_EXPERT if sparse else ())}
+  known = {*names, *_OTHER, *_OTHER_OF.get(family, ())}
+  known |= _OTHER_EXPERT if sparse else set()
   _refuse(data, known, _MUST_BE | _MUST_BE_OF[family] | _MUST_BE_READ)
   kinds = {f.name: f.type for f in dataclasses.fields(config_lib.ModelConfig)}
   fields: dict[str, Any] = {
     "num_experts": 0,
     "qk_norm": normed,
     "qkv_bias": family == "qwen2",
+    "gemma": gemma,
   }
+  if gemma:
+    data = {"tie_word_embeddings": True} | data  # As in transformers.
   for name, field in names.items():
     if name not in data and name not in _DEFAULTS:
       raise ValueError(f"{name} is missing; every published file has it")
@@ -195,16 +239,74 @@ def _read(
         f"{name}={fields[field]} is above {_MOST[name]}, so the file is "
         "damaged; fetch it again"
       )
-  fields["rope_theta"], fields["rope_scaling"] = _read_rope(data)
+  if gemma:
+    scalar = data.get("query_pre_attn_scalar", 256)  # As in transformers.
+    scalar = _typed("query_pre_attn_scalar", scalar, int)
+    if scalar != fields["head_dim"]:
+      fields["query_pre_attn_scalar"] = scalar
+  theta = 1e6 if gemma else 1e4  # As in transformers.
+  fields["rope_theta"], fields["rope_scaling"] = _read_rope(data, theta)
   if sparse and fields["num_experts"]:
     fields["dense_layers"] = _read_dense(data, fields["num_layers"])
-  layers = ["full_attention"] * max(0, fields["num_layers"])
-  if data.get("layer_types", layers) != layers:
-    raise ValueError(
-      f"layer_types={json.dumps(data['layer_types'])} is not supported; use a "
-      f"checkpoint with full_attention in each of {len(layers)} layers"
-    )
+  fields["window"] = _read_window(data, family, fields)
   return config_lib.ModelConfig(**fields, compute=_read_compute(data, compute))
+
+
+def _read_window(
+  data: Mapping[str, Any], family: str, fields: Mapping[str, Any]
+) -> config_lib.Window | None:
+  """Returns the window that layers of a family have, if they have one."""
+  num_layers = max(0, fields["num_layers"])
+  types = _typed("layer_types", data.get("layer_types", []), list)
+  window = None
+  if family in _OTHER_OF and "sliding_window" in data:
+    size = _typed("sliding_window", data["sliding_window"], int)
+    window = config_lib.Window(size=size)
+  if family == "gemma3_text" and window is not None:
+    every = 1 + types.index(_FULL) if _FULL in types else 0
+    if (named := _one_name(data, *_PATTERN)) or not types:
+      every = _typed(_PATTERN[0], named.get(_PATTERN[0], 6), int)
+    theta = _read_local_theta(data)
+    window = dataclasses.replace(
+      window,
+      full_every=every,
+      rope_theta=None if theta == fields["rope_theta"] else theta,
+    )
+  if not types:
+    return window
+  for one in (None, window):
+    if types == _layer_types(one, num_layers):
+      return one
+  wanted = f"in each of {num_layers} layers"
+  if family == "gemma3_text":
+    wanted += f", or last in each group of equally many, with {_SLIDING} before"
+  raise ValueError(
+    f"layer_types={json.dumps(types)} is not supported; use a checkpoint with "
+    f"{_FULL} {wanted}"
+  )
+
+
+def _layer_types(
+  window: config_lib.Window | None, num_layers: int
+) -> list[str]:
+  return [
+    _SLIDING if window is not None and window.holds(layer) else _FULL
+    for layer in range(num_layers)
+  ]
+
+
+def _read_local_theta(data: Mapping[str, Any]) -> float:
+  """Returns theta of a Gemma's layers with a window."""
+  nested = data.get("rope_parameters", {}).get(_SLIDING) or {}
+  nested = {"rope_type": "default"} | _typed(_SLIDING, nested, dict)
+  outside = data.get("rope_local_base_freq", 10_000.0)
+  theta = _typed("rope_theta", nested.pop("rope_theta", outside), float)
+  if nested != {"rope_type": "default"}:
+    raise ValueError(
+      f"rope_parameters of {_SLIDING} as {json.dumps(nested)} are not "
+      "supported; rope_theta alone is"
+    )
+  return theta
 
 
 def _family(data: Mapping[str, Any]) -> str:
@@ -332,17 +434,24 @@ def _read_compute(
   return config_lib.Compute(dtype=dtype)
 
 
-def _read_rope(data: Mapping[str, Any]) -> tuple[float, rope.Scaling | None]:
-  """Returns theta and scaling, as written by transformers 4 or by 5."""
+def _read_rope(
+  data: Mapping[str, Any], default: float
+) -> tuple[float, rope.Scaling | None]:
+  """Returns theta and scaling, as written by transformers 4 or by 5.
+
+  Those of a Gemma are of its layers without a window.
+  """
   found = _one_name(data, "rope_parameters", "rope_scaling")
   values = found.get("rope_parameters", {})
   _typed("rope_scaling", values, dict)
+  if values and values.keys() <= {_SLIDING, _FULL}:
+    values = values.get(_FULL) or {}
   values = {name: value for name, value in values.items() if value is not None}
   kind = _one_name(values, "rope_type", "type").get("rope_type", "default")
   beside = "rope_theta outside of it"
   outside = {beside: data["rope_theta"]} if "rope_theta" in data else {}
   theta = _one_name(values | outside, "rope_theta", beside)
-  theta = _typed("rope_theta", theta.get("rope_theta", 10_000.0), float)
+  theta = _typed("rope_theta", theta.get("rope_theta", default), float)
   if values.pop("partial_rotary_factor", 1) != 1:
     raise ValueError("partial_rotary_factor is supported only as 1")
   for name in ("rope_type", "type", "rope_theta"):

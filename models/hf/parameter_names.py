@@ -44,6 +44,12 @@ _LAYER = {
   "moe.down": ("mlp.experts.{}.down_proj", 1),
 }
 """Ours -> (theirs, number of input axes); with 0 of those both are the same."""
+_GEMMA = {
+  "post_attention_norm": ("post_attention_layernorm", 0),
+  "mlp_norm": ("pre_feedforward_layernorm", 0),
+  "post_mlp_norm": ("post_feedforward_layernorm", 0),
+}
+"""What has another name in a layer of Gemma."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +122,14 @@ def entries(config: config_lib.ModelConfig) -> definition.Params:
     ValueError: a policy that is not ours has others than these parameters.
   """
   config = layer_stack.unrolled(dataclasses.replace(config, lora=None))
+  layer_names = _LAYER | _GEMMA if config.gemma else _LAYER
   bare = policy_lib.of(config)
 
   def leaf(path, axes: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> Entry:
     keys = [key.key for key in path]
     inside = keys[0] == "layers"
     name = ".".join(map(str, keys[2:] if inside else keys))
-    names = _LAYER if inside else _TOP
+    names = layer_names if inside else _TOP
     if name not in names:
       raise ValueError(
         f"model.policy has the parameter {name!r}, for which files of Hugging "

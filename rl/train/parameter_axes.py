@@ -38,7 +38,11 @@ def num_stacked(path: tuple[Any, ...], leaf: Any) -> int:
 def _modules() -> dict[str, Any]:
   """Returns the logical axes of each part of a layer, adapters included."""
   config = model_config.tiny_moe(
-    num_layers=2, dense_layers=(0,), qkv_bias=True, lora=lora.Lora()
+    num_layers=2,
+    dense_layers=(0,),
+    qkv_bias=True,
+    gemma=True,
+    lora=lora.Lora(),
   )
   dense, sparse = policy_lib.of(config).axes["layers"].values()
   return {**dense, **sparse}

@@ -1,4 +1,4 @@
-"""Qwen2.5, Qwen3 and Llama 3 in float64 NumPy, token by token and head by head.
+"""Decoders of five families in float64 NumPy, token by token and head by head.
 
 It knows a checkpoint by the names of its tensors and its config.json, and
 shares no code with what it checks; `checkpoint` gives our parameters the same
@@ -7,7 +7,8 @@ names.
 Sources: Qwen3, arXiv 2505.09388, section 2; Llama 3, 2407.21783, section 3.2;
 its scaling of positions: the code of Llama 3.1; RMSNorm, 1910.07467, eq. 4;
 rotary positions, 2104.09864, eq. 15; YaRN, 2309.00071; SwiGLU, 2002.05202,
-eq. 5.
+eq. 5; windows, norms and embeddings of Gemma 3: 2503.19786, section 2, and its
+code.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,10 @@ def forward(
   tensors = {k: np.asarray(v, np.float64) for k, v in tensors.items()}
   embed = tensors["model.embed_tokens.weight"]
   eps = config["rms_norm_eps"]
-  x = embed[tokens]
+  gemma = config["model_type"] == "gemma3_text"
+  if gemma:  # Its norms count from 1.
+    tensors = {k: v + (v.ndim == 1) for k, v in tensors.items()}
+  x = embed[tokens] * (np.sqrt(config["hidden_size"]) if gemma else 1)
   for index in range(config["num_hidden_layers"]):
     start = f"model.layers.{index}."
     layer = {
@@ -33,9 +37,18 @@ def forward(
       for name, tensor in tensors.items()
       if name.startswith(start)
     }
-    x = x + attention(layer, config, norm(x, layer["input_layernorm"], eps))
-    normed = norm(x, layer["post_attention_layernorm"], eps)
-    x = x + np.stack([mixed(layer, config, token) for token in normed])
+    normed = norm(x, layer["input_layernorm"], eps)
+    added = attention(layer, config, normed, index)
+    before = "post_attention_layernorm"
+    if gemma:
+      added = norm(added, layer["post_attention_layernorm"], eps)
+      before = "pre_feedforward_layernorm"
+    x = x + added
+    normed = norm(x, layer[before], eps)
+    added = np.stack([mixed(layer, config, token) for token in normed])
+    if gemma:
+      added = norm(added, layer["post_feedforward_layernorm"], eps)
+    x = x + added
   tied = config["tie_word_embeddings"]
   head = embed if tied else tensors["lm_head.weight"]
   return norm(x, tensors["model.norm.weight"], eps) @ head.T
@@ -45,11 +58,19 @@ def norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
   return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
 
-def attention(layer: Tensors, config: Mapping[str, Any], x: np.ndarray):
-  """Every token looks at itself and at what came before."""
+def attention(
+  layer: Tensors, config: Mapping[str, Any], x: np.ndarray, index: int
+):
+  """Every token looks at itself and at what came before, maybe not far."""
+  every = config.get("sliding_window_pattern", 0)
+  slides = config["model_type"] in ("mistral", "gemma3_text")
+  if every and (index + 1) % every == 0:
+    slides = False
+  window = config.get("sliding_window") if slides else None
   width, eps = config["head_dim"], config["rms_norm_eps"]
   group = config["num_attention_heads"] // config["num_key_value_heads"]
-  frequency, growth = rotary(config)
+  frequency, growth = rotary(config, slides)
+  scale = config.get("query_pre_attn_scalar", width)
 
   def heads(name, token):
     out = layer[f"self_attn.{name}_proj"] @ token
@@ -71,24 +92,30 @@ def attention(layer: Tensors, config: Mapping[str, Any], x: np.ndarray):
     values.append(heads("v", token))
     output = []
     for index, query in enumerate(placed("q", token, position)):
-      past_k = np.stack(keys)[:, index // group]
-      past_v = np.stack(values)[:, index // group]
-      output.append(softmax(past_k @ query / np.sqrt(width)) @ past_v)
+      past_k = np.stack(keys[-(window or 0) :])[:, index // group]
+      past_v = np.stack(values[-(window or 0) :])[:, index // group]
+      output.append(softmax(past_k @ query / np.sqrt(scale)) @ past_v)
     outputs.append(layer["self_attn.o_proj"] @ np.concatenate(output))
   return np.stack(outputs)
 
 
-def rotary(config: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+def rotary(config: Mapping[str, Any], slides: bool) -> tuple[np.ndarray, float]:
   """Returns radians a position of each pair, and the growth of its length."""
   rope = config.get("rope_parameters") or {
     "rope_theta": config["rope_theta"],
     **(config["rope_scaling"] or {}),
   }
+  if "full_attention" in rope:
+    rope = rope["sliding_attention" if slides else "full_attention"]
+  elif slides and "rope_local_base_freq" in config:
+    rope = {"rope_theta": config["rope_local_base_freq"]}
   width, theta = config["head_dim"], rope["rope_theta"]
   pairs = np.arange(width // 2)
   frequency = theta ** (-2 * pairs / width)
   if rope.get("rope_type", "default") == "default":
     return frequency, 1.0
+  if rope["rope_type"] == "linear":
+    return frequency / rope["factor"], 1.0
   if rope["rope_type"] == "llama3":
     turns = rope["original_max_position_embeddings"] * frequency / 2 / np.pi
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -122,12 +149,24 @@ def mixed(layer: Tensors, config: Mapping[str, Any], x: np.ndarray):
 
 def swiglu(layer: Tensors, name: str, x: np.ndarray) -> np.ndarray:
   gate, up = layer[f"{name}.gate_proj"] @ x, layer[f"{name}.up_proj"] @ x
-  return layer[f"{name}.down_proj"] @ (gate / (1 + np.exp(-gate)) * up)
+  activated = gate / (1 + np.exp(-gate))
+  if "pre_feedforward_layernorm" in layer:
+    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    activated = gate / 2 * (1 + np.tanh(inner))
+  return layer[f"{name}.down_proj"] @ (activated * up)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
   weights = np.exp(x - x.max())
   return weights / weights.sum()
+
+
+def gemma_norms(layer: Mapping[str, Any]) -> dict[str, Any]:
+  return {
+    "post_attention_layernorm": layer["post_attention_norm"],
+    "pre_feedforward_layernorm": layer["mlp_norm"],
+    "post_feedforward_layernorm": layer["post_mlp_norm"],
+  }
 
 
 def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -143,6 +182,7 @@ def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     own = {
       "input_layernorm": layer["attention_norm"],
       "post_attention_layernorm": layer["mlp_norm"],
+      **(gemma_norms(layer) if "post_mlp_norm" in layer else {}),
       "self_attn.q_proj": ours["query"].reshape(d_model, -1).T,
       "self_attn.k_proj": ours["key"].reshape(d_model, -1).T,
       "self_attn.v_proj": ours["value"].reshape(d_model, -1).T,

@@ -9,6 +9,7 @@ import pytest
 from models import config as config_lib
 from models import memory_report, rope
 from models import policy as policy_lib
+from rl.settings import checks
 from rl.settings import overrides as overrides_lib
 
 
@@ -44,6 +45,23 @@ from rl.settings import overrides as overrides_lib
     (
       {"qkv_bias": True},
       "model.qkv_bias=true with qk_norm=true: no published family has both",
+    ),
+    ({"gemma": True}, "model.gemma=true with num_experts=4: Gemma 3 is with"),
+    (
+      {"num_experts": 0, "window": config_lib.Window(size=9)},
+      "model.qk_norm=true with a window: no published family but Gemma 3 has "
+      "both; use qk_norm=false, as in Mistral 7B",
+    ),
+    (
+      {
+        **{"num_experts": 0, "qk_norm": False},
+        "window": config_lib.Window(size=9, full_every=6),
+      },
+      "model.window.full_every=6 with a window: no published family but",
+    ),
+    (
+      {"query_pre_attn_scalar": 9},
+      "model.query_pre_attn_scalar=9 is for gemma=true, and above 0; use none",
     ),
     (
       {"dense_layers": (1, 4)},
@@ -141,6 +159,27 @@ PUBLISHED_LLAMA = {
 def outside_embeddings(config):
   tables = 1 if config.tie_embeddings else 2
   return tables * config.vocab_size * config.d_model
+
+
+# In all, without models of images: table 1 of arXiv 2503.19786, and the card of
+# google/gemma-3-270m.
+PUBLISHED_GEMMA = {
+  "270m": (0.268, 0.1),
+  "1b": (1.0, 0.698),
+  "4b": (3.884, 3.209),
+  "12b": (11.771, 10.759),
+  "27b": (27.016, 25.6),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED_GEMMA)
+def test_gemma_presets_have_the_published_number_of_parameters(size):
+  config = config_lib.gemma3(size)
+  checks.validate(config)
+  total = memory_report.num_params(config).total
+  rest = total - outside_embeddings(config)
+  wanted = [pytest.approx(x * 1e9, rel=0.005) for x in PUBLISHED_GEMMA[size]]
+  assert [total, rest] == wanted
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

@@ -17,7 +17,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "rope.json").read_text())
 EXPECTED = np.load(GOLDEN / "rope.npz")
 
-ROTATE = jax.jit(rope.rotate, static_argnums=(2, 3))
+ROTATE = jax.jit(rope.rotate, static_argnums=3)
 
 
 def positions(*values):
@@ -45,7 +45,7 @@ def test_a_pair_turns_by_its_position_times_its_frequency(rotate):
   # Width 4, theta 100: pairs (0, 2) and (1, 3) turn by 1 and by 0.1 radians a
   # position.
   x = jnp.asarray([1.0, 1.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
-  found = rotate(x, positions(3), 100.0, None)
+  found = rotate(x, positions(3), *rope.frequencies(4, 100.0, None))
   wanted = [math.cos(3), math.cos(0.3), math.sin(3), math.sin(0.3)]
   np.testing.assert_allclose(found[0, 0, 0], wanted, atol=1e-6)
 
@@ -66,9 +66,11 @@ def test_scores_depend_on_the_distance_alone(rotate, scaling):
     jnp.asarray(rng.normal(size=(1, 1, 3, 16)), jnp.float32) for _ in range(2)
   )
 
+  turns = rope.frequencies(16, 1e4, scaling)
+
   def score(i, j):
-    q = rotate(query, positions(i), 1e4, scaling)
-    return jnp.sum(q * rotate(key, positions(j), 1e4, scaling), -1)
+    q = rotate(query, positions(i), *turns)
+    return jnp.sum(q * rotate(key, positions(j), *turns), -1)
 
   np.testing.assert_allclose(score(40, 33), score(7, 0), atol=1e-4)
   assert not np.allclose(score(40, 33), score(40, 32), atol=1e-2)
@@ -78,8 +80,9 @@ def test_angles_of_half_precision_are_those_of_full_precision():
   # At position 40,000 a bfloat16 angle would be off by up to 128 radians.
   x = jnp.ones((1, 2, 1, 128), jnp.bfloat16)
   at = positions(39_999, 40_000)
-  full = rope.rotate(x.astype(jnp.float32), at, 1e6)
-  half = rope.rotate(x, at, 1e6)
+  turns = rope.frequencies(128, 1e6, None)
+  full = rope.rotate(x.astype(jnp.float32), at, *turns)
+  half = rope.rotate(x, at, *turns)
   assert half.dtype == jnp.bfloat16
   np.testing.assert_allclose(half.astype(jnp.float32), full, atol=2**-8)
 
@@ -87,8 +90,10 @@ def test_angles_of_half_precision_are_those_of_full_precision():
 def test_linear_scaling_stretches_every_position():
   x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 2, 8)))
   x = x.astype(jnp.float32)
-  stretched = rope.rotate(x, positions(30), 1e4, rope.Linear(factor=2.0))
-  plain = rope.rotate(x, positions(15), 1e4)
+  stretched, plain = (
+    rope.rotate(x, positions(at), *rope.frequencies(8, 1e4, scaling))
+    for at, scaling in ((30, rope.Linear(factor=2.0)), (15, None))
+  )
   np.testing.assert_allclose(stretched, plain, atol=1e-5)
 
 

@@ -343,9 +343,9 @@ def by_layers(params, ids, positions):
   x, taken = params["embed"][ids], []
   create = functools.partial(transformer.Transformer, CONFIG)
   model = definition.define(create).bind(params)
-  for block in model.layers:
+  for layer, block in enumerate(model.layers):
     normed = attention.rms_norm(x, block.attention_norm[...], eps)
-    query, k, v = block.attention.project(normed, positions)
+    query, k, v = block.attention.project(normed, positions, layer)
     sources = [mask.KeyValues(k, v, token_mask)]
     mixed = attention.attend(query, token_mask, sources, form="reference")
     x += block.attention.merge(mixed)

@@ -155,8 +155,47 @@ def test_huge_values_of_other_segments_and_of_the_future_do_not_leak(form):
     np.testing.assert_array_equal(a[seen], e[seen])
 
 
+def within(token_mask, places, size):
+  """Returns the mask, of queries that see the last tokens alone."""
+  places = jnp.asarray(places, jnp.int32)
+  return token_mask._replace(places=places, oldest=places - size + 1)
+
+
 @pytest.mark.parametrize("form", ANY_TOKENS)
-def test_members_that_share_a_prompt_are_as_with_a_prompt_each(form):
+def test_a_window_leaves_out_what_is_further_back(form):
+  q, k, v = tokens(2, LENGTH)
+  segments = segment_ids()
+  index = np.arange(LENGTH)
+  # Half of the tiles of 8 that are neither later nor of other segments.
+  token_mask = within(mask.packed_mask(segments), [index, index], 20)
+  attend = functools.partial(gradients, [q, k, v], token_mask, q)
+  out, *grads = attend(form, block=8)
+  ids = np.asarray(segments)
+  expected = softmax(
+    *(q, k, v),
+    lambda b, t, s: t - 20 < s <= t and ids[b, s] == ids[b, t],
+  )
+  assert_close(out, expected, 2e-6)
+  for a, e in zip(grads, attend("reference")[1:], strict=True):
+    assert_close(a, e, 1e-5)
+
+
+def test_tiles_before_a_window_are_not_read():
+  q, k, v = tokens(1, 64)
+  index = np.arange(64)[None]
+  alone = mask.packed_mask(jnp.ones((1, 64), jnp.int32))
+  token_mask = within(alone, index, 9)
+  k[:, :16] = np.nan
+  q, k, v = map(jnp.asarray, (q, k, v))
+  out = whole(q, k, v, token_mask, "blockwise", block=8)
+  # The tile from 24 on sees from 16 on.
+  assert np.isfinite(out[:, 24:]).all()
+  assert np.isnan(out[:, 23]).any()
+
+
+@pytest.mark.parametrize("size", [None, 4, 12])
+@pytest.mark.parametrize("form", ANY_TOKENS)
+def test_members_that_share_a_prompt_are_as_with_a_prompt_each(form, size):
   # Segment 1 is the prompt, 2 and 3 go on from it, 4 stands alone.
   sizes, parents = (7, 9, 6, 5), (-1, 1, 1, -1)
   numbers = np.repeat([1, 2, 3, 4], sizes)
@@ -166,11 +205,16 @@ def test_members_that_share_a_prompt_are_as_with_a_prompt_each(form):
     jnp.array([numbers], jnp.int32),
     jnp.array([np.repeat(parents, sizes)], jnp.int32),
   )
+  places = np.r_[:7, 7:16, 7:13, :5]
+  if size is not None:
+    token_mask = within(token_mask, [places], size)
   shared = jax.device_get(gradients(args, token_mask, cotangent, form, block=4))
   total = [np.zeros_like(x) for x in shared]
   for number, parent in zip((2, 3, 4), parents[1:], strict=True):
     at = np.flatnonzero((numbers == number) | (numbers == parent))
     alone = mask.packed_mask(jnp.ones((1, at.size), jnp.int32))
+    if size is not None:
+      alone = within(alone, [places[at]], size)
     # The prompt's own output is asked for once, not by every member.
     own = (numbers[at] == number) | (number == 2)
     out, *grads = jax.device_get(
@@ -316,11 +360,21 @@ def test_a_mesh_gathers_nothing_and_changes_nothing(form):
 
 
 @needs_devices
-@pytest.mark.parametrize("form", ["reference", "blockwise", "fused"])
-def test_devices_that_share_a_row_agree_with_one(form):
+@pytest.mark.parametrize(
+  ("form", "size"),
+  [
+    ("reference", None),
+    ("blockwise", None),
+    ("fused", None),
+    ("blockwise", 30),
+  ],
+)
+def test_devices_that_share_a_row_agree_with_one(form, size):
   layout = sharding.Layout(sharding.make_mesh(data=2, tensor=2, context=2))
   args = tokens(4, LENGTH)
   token_mask = mask.packed_mask(segment_ids(SEGMENTS + SEGMENTS))
+  if size is not None:
+    token_mask = within(token_mask, [range(LENGTH)] * 4, size)
   expected = by_halves(args, token_mask, args[0], form)
   actual = gradients(args, token_mask, args[0], form, layout=layout)
   for a, e in zip(actual, expected, strict=True):

@@ -41,7 +41,7 @@ def draw(
   )
 
 
-def gathered(query, positions, cache, tables):
+def gathered(query, positions, cache, tables, size=10**6):
   """Returns what attention to a copy of the pages gives, row by row."""
   query, *pages = (np.asarray(x, np.float64) for x in (query, *cache))
   groups = query.shape[2] // len(pages[0])
@@ -55,7 +55,8 @@ def gathered(query, positions, cache, tables):
       for x in pages
     )
     scores = np.einsum("qhd,hsd->hqs", query[row], k) * k.shape[-1] ** -0.5
-    seen = np.arange(k.shape[1]) <= np.asarray(at)[:, None]
+    order, at = np.arange(k.shape[1]), np.asarray(at)[:, None]
+    seen = (order <= at) & (order > at - size)
     weights = np.where(seen, np.exp(scores), 0)
     weights /= weights.sum(-1, keepdims=True)
     out[row] = np.einsum("hqs,hsd->qhd", weights, v)
@@ -70,6 +71,26 @@ def test_tiles_of_any_size_agree_with_a_copy_of_the_pages(wrap, queries, tile):
   attend = wrap(functools.partial(paged.by_tiles, tile=tile))
   found = attend(query, positions, cache, jnp.int32(LAYER), tables)
   expected = gathered(query, positions, cache, tables)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+
+
+@wraps
+@pytest.mark.parametrize(("queries", "size"), [(1, 1), (1, 6), (5, 6), (5, 99)])
+@pytest.mark.parametrize("tile", [4, 64])
+def test_a_window_reads_its_own_pages_alone(
+  wrap, queries, size, tile, monkeypatch
+):
+  monkeypatch.setitem(paged.TILE, "cpu", tile)
+  query, positions, cache, tables = draw(4, queries)
+  expected = gathered(query, positions, cache, tables, size)
+  # Pages before the first that a row sees.
+  first = np.maximum(np.asarray(positions)[:, 0] - size + 1, 0) // 4
+  unseen = np.concatenate([t[:n] for t, n in zip(tables, first, strict=True)])
+  assert unseen.size or size == 99
+  cache = jax.tree.map(lambda x: x.at[:, LAYER, unseen].set(jnp.nan), cache)
+  found = wrap(paged.attend)(
+    *(query, positions, cache, jnp.int32(LAYER), tables, jnp.int32(size))
+  )
   np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 

@@ -100,6 +100,16 @@ def test_the_kernel_of_a_gpu_agrees_with_tiles(sizes, tiling):
   assert_close(jax.jit(attend)(*draw(**sizes)), by_tiles(**sizes))
 
 
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_a_window_on_a_gpu_agrees_with_tiles(chunk):
+  args = draw(chunk=chunk, width=64)
+  args += (args[1] - 99,)
+  attend = functools.partial(paged_triton.attend, interpret=True)
+  expected = jax.jit(functools.partial(paged.by_tiles, tile=128))(*args)
+  assert_close(jax.jit(attend)(*args), expected)
+  assert np.abs(expected - by_tiles(chunk=chunk, width=64)).max() > 0.1
+
+
 @pytest.mark.parametrize(
   ("platform", "attend"),
   [
@@ -178,6 +188,8 @@ def test_a_cache_of_many_gigabytes_is_read_by_addresses_of_64_bits():
     ("cpu", {}, "no kernel for a cpu"),
     ("gpu", {"form": "blockwise"}, "attention=blockwise asks"),
     ("gpu", {"queries": 256}, None),
+    ("gpu", {"windowed": True}, None),
+    ("tpu", {"windowed": True}, "knows no window"),
     ("gpu", {"head_dim": 96}, "powers of 2"),
     ("gpu", {"page_size": 24}, "powers of 2"),
     ("gpu", {"head_dim": 512}, "up to 256, not 512"),

@@ -150,6 +150,39 @@ CODER = {
   "shared_expert_intermediate_size": 0,
   "use_qk_norm": True,
 }
+# google/gemma-3-1b-it.
+GEMMA = {
+  "architectures": ["Gemma3ForCausalLM"],
+  "attention_bias": False,
+  "attention_dropout": 0.0,
+  "attn_logit_softcapping": None,
+  "bos_token_id": 2,
+  "cache_implementation": "hybrid",
+  "eos_token_id": [1, 106],
+  "final_logit_softcapping": None,
+  "head_dim": 256,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "hidden_size": 1152,
+  "initializer_range": 0.02,
+  "intermediate_size": 6912,
+  "max_position_embeddings": 32768,
+  "model_type": "gemma3_text",
+  "num_attention_heads": 4,
+  "num_hidden_layers": 26,
+  "num_key_value_heads": 1,
+  "pad_token_id": 0,
+  "query_pre_attn_scalar": 256,
+  "rms_norm_eps": 1e-06,
+  "rope_local_base_freq": 10000,
+  "rope_scaling": None,
+  "rope_theta": 1000000,
+  "sliding_window": 512,
+  "sliding_window_pattern": 6,
+  "torch_dtype": "bfloat16",
+  "transformers_version": "4.50.0.dev0",
+  "use_cache": True,
+  "vocab_size": 262144,
+}
 YARN = {
   "rope_type": "yarn",
   "factor": 4.0,
@@ -170,6 +203,7 @@ def test_published_files_are_the_presets(tmp_path):
     "30b-a3b", compute=compute
   )
   assert read(tmp_path, LLAMA) == config_lib.llama3("3.1-8b", compute=compute)
+  assert read(tmp_path, GEMMA) == config_lib.gemma3("1b", compute=compute)
 
 
 def test_other_families_are_read(tmp_path):
@@ -181,17 +215,75 @@ def test_other_families_are_read(tmp_path):
   assert (nemo.head_dim, nemo.qk_norm, nemo.qkv_bias) == (128, False, False)
   llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
   assert nemo == read(tmp_path, NEMO | llama)
+  window = {"sliding_window": 4096}
+  for data in (
+    NEMO | window,
+    # Its default in transformers.
+    {k: v for k, v in NEMO.items() if k != "sliding_window"},
+  ):
+    assert read(tmp_path, data) == dataclasses.replace(
+      nemo, window=config_lib.Window(size=4096)
+    )
+
+
+def test_windows_are_read_by_the_type_of_each_layer(tmp_path):
+  config, full = read(tmp_path, GEMMA), "full_attention"
+  assert config.window is not None
+  types = hf_config.to_hf(config)["layer_types"]
+  assert [i for i, kind in enumerate(types) if kind == full] == [5, 11, 17, 23]
+  bare = {k: v for k, v in GEMMA.items() if k != "sliding_window_pattern"}
+  assert read(tmp_path, bare) == config
+  assert read(tmp_path, bare | {"layer_types": types}) == config
+  whole = dataclasses.replace(config, window=None)
+  assert read(tmp_path, bare | {"layer_types": [full] * 26}) == whole
+  every = [*types[:5], *["sliding_attention"] * 21]
+  found = read(tmp_path, bare | {"layer_types": every})
+  assert found.window == dataclasses.replace(config.window, full_every=0)
+  # As transformers 5 writes it.
+  nested = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+  }
+  new = {k: v for k, v in bare.items() if not k.startswith("rope_")}
+  found = read(tmp_path, new | {"rope_parameters": nested})
+  window = dataclasses.replace(config.window, rope_theta=500.0)
+  assert found == dataclasses.replace(
+    config, window=window, rope_scaling=rope.Linear(factor=8.0)
+  )
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      {"attn_logit_softcapping": 50.0},
+      "attn_logit_softcapping=50.0 is not supported; use a checkpoint with nul",
+    ),
+    ({"hidden_activation": "gelu"}, 'hidden_activation="gelu" is not'),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+    (
+      {"layer_types": ["full_attention", *["sliding_attention"] * 25]},
+      "full_attention in each of 26 layers, or last in each group",
+    ),
+    ({"sliding_window": 0}, "model.window.size=0 is below 1"),
+    ({"sliding_window_pattern": -1}, "window.full_every=-1 is below 0"),
+    ({"rope_local_base_freq": 1}, "window.rope_theta=1.0 is not above 1"),
+    ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is for gemma=tr"),
+    (
+      {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+      'of sliding_attention as {"rope_type": "linear"} are not supported',
+    ),
+    ({"rope_parameters": {"sliding_attention": 3}}, "must be of type dict"),
+  ],
+)
+def test_another_gemma_is_refused(changes, message, tmp_path):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    read(tmp_path, GEMMA | {"rope_scaling": None} | changes)
 
 
 @pytest.mark.parametrize(
   ("data", "message"),
   [
-    (NEMO | {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
-    # Its default in transformers.
-    (
-      {k: v for k, v in NEMO.items() if k != "sliding_window"},
-      "sliding_window=4096 is not supported; use a checkpoint with null",
-    ),
     (BIASED | {"use_mrope": True}, "use_mrope=true is not supported"),
     (BIASED | {"use_sliding_window": True}, "use_sliding_window=true is not"),
     (SPARSE | CODER | {"qkv_bias": True}, "qkv_bias=true is not supported"),
@@ -254,6 +346,17 @@ def test_files_of_transformers_5_are_read():
     *map(config_lib.llama3, ("3.2-1b", "3.2-3b", "3.1-8b", "3.1-70b")),
     config_lib.tiny(rope_scaling=rope.Linear(factor=2.0), compute=FLOAT32),
     config_lib.tiny(qk_norm=False, qkv_bias=True, compute=FLOAT32),
+    *map(config_lib.gemma3, ("270m", "1b", "4b", "12b", "27b")),
+    config_lib.tiny(gemma=True, compute=FLOAT32),
+    config_lib.tiny(
+      qk_norm=False, window=config_lib.Window(size=9), compute=FLOAT32
+    ),
+    config_lib.tiny(
+      gemma=True,
+      query_pre_attn_scalar=7,
+      window=config_lib.Window(size=9, full_every=6, rope_theta=50.0),
+      compute=FLOAT32,
+    ),
     config_lib.tiny(
       compute=FLOAT32,
       rope_scaling=rope.Yarn(
@@ -297,11 +400,7 @@ def test_any_computation_can_be_asked_for(tmp_path):
       {"architectures": ["Phi3ForCausalLM"]},
       "architectures=['Phi3ForCausalLM'] is not supported; use a checkpoint "
       "of Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-      "LlamaForCausalLM, MistralForCausalLM",
-    ),
-    (
-      {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
-      "architectures=['Gemma3ForCausalLM'] is not supported",
+      "LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM",
     ),
     ({"architectures": None}, "architectures=None is not supported"),
     ({"architectures": []}, "architectures=[] is not supported"),

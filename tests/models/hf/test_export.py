@@ -61,8 +61,9 @@ def assert_bits_equal(one, other):
       **{"num_experts": 0, "dense_layers": ()},
       **{"qk_norm": False, "qkv_bias": True},
     },
+    {"num_experts": 0, "dense_layers": (), "gemma": True},
   ],
-  ids=["moe", "moe tied", "dense", "dense tied", "biased"],
+  ids=["moe", "moe tied", "dense", "dense tied", "biased", "gemma"],
 )
 def test_what_was_exported_is_loaded_bit_for_bit(dtype, changes, tmp_path):
   config = sizes(dtype, **changes)
