@@ -197,7 +197,8 @@ def _table(*names: str) -> rich.table.Table:
 def _count(number: int) -> str:
   """Returns up to three digits: 12,345, 1.23 million, 235 billion."""
   for scale, unit in ((1e9, "billion"), (1e6, "million")):
-    if number >= scale:
+    # What rounds up to one, as 999.9 million, is one.
+    if round(number / scale, 3) >= 1:
       return f"{number / scale:.3g} {unit}"
   return f"{number:,}"
 

@@ -102,6 +102,12 @@ def test_a_device_that_trains_and_decodes_holds_the_sum(experiment):
   assert "placement.device_gib=80 plans for devices of 80 GiB" in text
 
 
+def test_numbers_of_parameters_have_three_digits():
+  assert explain._count(999_885_952) == "1 billion"
+  assert explain._count(998_885_952) == "999 million"
+  assert explain._count(12_345) == "12,345"
+
+
 def test_adapters_are_all_that_trains(experiment):
   model = dataclasses.replace(experiment.model, lora=lora.Lora(rank=2))
   trained = memory_report.num_params(model).trained
