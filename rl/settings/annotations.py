@@ -164,8 +164,8 @@ def is_default(maker: Any, field: str, value: Any) -> bool:
 def takes(hint: Any, value: Any) -> bool:
   """Returns whether a value is of a kind that an annotation asks for.
 
-  Items are left to the owner of the setting, and so are names of a protocol
-  that an object lacks: it says why they are needed.
+  Items are for `item_hints`, and names of a protocol that an object lacks for
+  the owner of the setting: it says why they are needed.
   """
   return any(_takes(member, value) for member in members(hint))
 

@@ -95,20 +95,28 @@ def check_kinds(tree: Any, path: str) -> None:
     return
   for name, hint in hints.items():
     value = getattr(tree, name)
-    is_default = annotations.is_default(type(tree), name, value)
-    if is_default or annotations.takes(hint, value):
-      continue
-    where = f"{path}.{name}" if path else name
-    if isinstance(value, type):
-      word = value.__name__
-      raise annotations.SettingError(
-        f"{where}={word} is a class; write {word}(...)"
-      )
-    message = f"{where}={_shown(value)}: expected {annotations.describe(hint)}"
-    maker = isinstance(value, str) and short_names.choices(hint).get(value)
-    if maker:
-      message += f"; in Python write {short_names.in_python(maker)}(...)"
-    raise annotations.SettingError(message)
+    if not annotations.is_default(type(tree), name, value):
+      _check_kind(hint, value, f"{path}.{name}" if path else name)
+
+
+def _check_kind(hint: Any, value: Any, where: str) -> None:
+  """Checks a value, and the items of a tuple or list; see `check_kinds`."""
+  if annotations.takes(hint, value):
+    items = value if isinstance(value, tuple | list) else ()
+    kinds = annotations.item_hints(hint, len(items)) or ()
+    for number, (kind, item) in enumerate(zip(kinds, items, strict=False)):
+      _check_kind(kind, item, f"{where}.{number}")
+    return
+  if isinstance(value, type):
+    word = value.__name__
+    raise annotations.SettingError(
+      f"{where}={word} is a class; write {word}(...)"
+    )
+  message = f"{where}={_shown(value)}: expected {annotations.describe(hint)}"
+  maker = isinstance(value, str) and short_names.choices(hint).get(value)
+  if maker:
+    message += f"; in Python write {short_names.in_python(maker)}(...)"
+  raise annotations.SettingError(message)
 
 
 def sets(text: str, path: str) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rl.settings import checks
-from tests.helpers.setting_tree import Clipped, Kinds, Tree
+from tests.helpers.setting_tree import Clipped, Kinds, Pool, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,8 @@ MODE: Any = {"mode": "drian"}
     ({"loss": "plane"}, "run.loss='plane': expected Loss"),
     ({"pool": (2, "v5e")}, "run.pool=(2, 'v5e'): expected Pool | none"),
     ({"pools": "v5e"}, "run.pools='v5e': expected tuple[Pool, ...]"),
+    ({"pools": (Pool,)}, "run.pools.0=Pool is a class; write Pool(...)"),
+    ({"pools": (Pool(), 2)}, "run.pools.1=2: expected Pool"),
     ({"kinds": Kinds(**COUNT)}, "run.kinds.count='3': expected int"),
     (
       {"kinds": Kinds(**MODE)},
