@@ -309,6 +309,9 @@ class ModelConfig:
             why = "with a window: no published family but Gemma 3 has both"
             out = f"use {prefix}{name}={str(value).lower()}, as in Mistral 7B"
             yield f"{prefix}{name}={str(found).lower()} {why}; {out}"
+    if isinstance(self.rope_scaling, rope.Yarn) and self.gemma:
+      out = "use rope_scaling=linear(factor=8)"
+      yield f"rope_scaling=yarn with gemma=true is not supported; {out}"
     scalar = self.query_pre_attn_scalar
     if scalar is not None and (scalar < 1 or not self.gemma):
       why = "is for gemma=true, and above 0"

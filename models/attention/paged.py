@@ -146,9 +146,9 @@ def by_tiles(
   q_RKmd = jnp.swapaxes(
     query.reshape(rows, length, kv_heads, groups, width), 1, 2
   ).reshape(rows, kv_heads, length * groups, width)
-
-  def of_queries(order: Array) -> Array:
-    return jnp.repeat(order, groups, 1)[:, :, None]
+  last_seen = jnp.repeat(positions, groups, 1)[:, :, None]
+  if oldest is not None:
+    oldest = jnp.repeat(oldest, groups, 1)[:, :, None]
 
   def scored(step: int | Int32[Array, ""]) -> tuple[Array, Array]:
     """Returns the scores of a tile, -inf where unseen, and its values."""
@@ -164,9 +164,9 @@ def by_tiles(
     k_RKsd, v_RKsd = map(read, cache)
     scores = _product("rkmd,rksd->rkms", q_RKmd, k_RKsd) * width**-0.5
     order = step * tile + jnp.arange(tile, dtype=jnp.int32)
-    seen = order <= of_queries(positions)
+    seen = order <= last_seen
     if oldest is not None:
-      seen &= order >= of_queries(oldest)
+      seen &= order >= oldest
     return jnp.where(seen[:, None], scores, -jnp.inf), v_RKsd
 
   def mix(v: Array, weights: Array) -> Array:

@@ -60,6 +60,13 @@ from rl.settings import overrides as overrides_lib
       "model.window.full_every=6 with a window: no published family but",
     ),
     (
+      {
+        **{"num_experts": 0, "gemma": True},
+        "rope_scaling": rope.Yarn(factor=2.0, original_max_length=8),
+      },
+      "model.rope_scaling=yarn with gemma=true is not supported; use rope_scal",
+    ),
+    (
       {"query_pre_attn_scalar": 9},
       "model.query_pre_attn_scalar=9 is for gemma=true, and above 0; use none",
     ),
