@@ -399,9 +399,13 @@ class Learner:
       )
     opt_state, updates, master = state[1:4]
     if self._moves:
+      kept = opt_state, master
       opt_state, master = jax.device_put(
-        (opt_state, master), (self._placed.opt_state, self._placed.master)
+        kept, (self._placed.opt_state, self._placed.master)
       )
+      # jax donates nothing to another memory; the host would hold both copies.
+      for leaf in jax.tree.leaves(kept):
+        leaf.delete()
     new, opt_state, updates, master, metrics = self._apply(
       trainable, total.grads, opt_state, updates, master, total.sums, count
     )

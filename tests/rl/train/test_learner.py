@@ -254,9 +254,12 @@ def test_update_divides_by_the_tokens_of_all_micro_batches_once(
   assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
+@pytest.mark.parametrize("memory", ["device", "host"])
 def test_parameters_survive_an_update_and_the_moments_do_not(
-  programs, params, packed
+  config, programs, params, packed, memory
 ):
+  if memory == "host":
+    programs = build(config, optimizer_memory=memory)
   before = fresh(programs, params)
   after, _ = on_mesh(step, programs, before, [packed])
   jax.tree.map(np.testing.assert_array_equal, before.params, params)
