@@ -64,7 +64,7 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     console.print(_totals(lines))
     engine = experiment.engine
     if pool and isinstance(engine, engine_settings.EngineSettings):
-      platform = experiment.placement.platform or "cpu"
+      platform = experiment.placement.planned_platform
       console.print(paged.describe(platform, model, engine.page_size))
   if shared := _shared(memory_plan.shares(experiment, programs)):
     console.print()

@@ -161,7 +161,11 @@ def fit(
   experiment = experiment.with_auto_dtype(dtype)
   programs = learner_programs(experiment, place.learner.plan)
   memory = place.memory(list(devices))
-  return memory_plan.fit(experiment, programs, memory, longest)
+  if not place.is_elsewhere:
+    found = dataclasses.replace(place, platform=local[0].devices[0].platform)
+    experiment = dataclasses.replace(experiment, placement=found)
+  fitted = memory_plan.fit(experiment, programs, memory, longest)
+  return dataclasses.replace(fitted, placement=place)
 
 
 def check_host_memory(

@@ -74,7 +74,7 @@ def learner_bytes(
         spec.plan,
         rows=batch.rows,
         length=batch.length,
-        platform=experiment.placement.platform or "cpu",
+        platform=experiment.placement.planned_platform,
       )
     ),
     in_use: memory_report.parameter_use_bytes(experiment.model, spec.plan),

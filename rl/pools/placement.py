@@ -431,6 +431,17 @@ class Placement:
     return "bfloat16"
 
   @property
+  def planned_platform(self) -> str:
+    """The platform to plan for, without a look at devices.
+
+    Of accelerators that nobody has named it is a GPU, or one that jax would
+    find.
+    """
+    if self.platform is None and self._plans_for_accelerators:
+      return next(filter(has_plugin, _EXTRAS), "gpu")
+    return self.platform or "cpu"
+
+  @property
   def _plans_for_accelerators(self) -> bool:
     """True if the devices are to be accelerators, without a look at them."""
     found = not self.is_elsewhere and _has_accelerator_plugin()

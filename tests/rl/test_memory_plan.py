@@ -330,6 +330,16 @@ def test_engines_on_one_device_divide_what_is_left(one_gpu):
   assert sum(part.total for part in parts) <= 72 * 2**30
 
 
+def test_memory_that_is_named_is_that_of_an_accelerator(one_gpu):
+  changes = {"placement.platform": "none", "model.compute.remat": "host"}
+  unnamed = overrides.apply(one_gpu, changes)
+  named = overrides.apply(unnamed, {"placement.platform": "gpu"})
+  lines = learner_bytes(unnamed)
+  assert lines == learner_bytes(named)
+  # Of 28 layers two have their inputs on the device, as on no CPU.
+  assert lines.items() != learner_bytes(one_gpu).items()
+
+
 def test_nothing_is_said_of_devices_that_are_not_known(one_gpu):
   unknown = dataclasses.replace(one_gpu.placement, device_gib=None)
   changed = dataclasses.replace(one_gpu, placement=unknown)
