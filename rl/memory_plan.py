@@ -63,38 +63,46 @@ def learner_bytes(
   activations = f"activations, about, {batch.rows} x {batch.length} tokens"
   in_use = "parameters in use and their gradients, about"
   versions = experiment.overlap.max_staleness + 1
+  platform = experiment.placement.planned_platform
+  kept = state.opt_state, state.master
+  moved = jax.tree.map(_on_device, kept)
+  # The memory of a CPU is that of its host.
+  has_host = platform != "cpu"
   lines = {
     "parameters": size(state.params),
     f"versions kept of them, {versions}": versions * size(trained.policy),
     "gradients, summed": size(sums),
-    label: size((state.opt_state, state.master)),
+    label: size(kept if has_host else moved),
     activations: (
       memory_report.activation_bytes(
         experiment.model,
         spec.plan,
         rows=batch.rows,
         length=batch.length,
-        platform=experiment.placement.planned_platform,
+        platform=platform,
       )
     ),
     in_use: memory_report.parameter_use_bytes(experiment.model, spec.plan),
   }
+  # What comes from the host for a while is where these two were.
+  room = lines[activations] + lines[in_use]
   if experiment.optimizer_memory == "host":
-    # An update has it on the device, where these two were.
-    moved = jax.tree.map(_on_device, (state.opt_state, state.master))
-    room = lines[activations] + lines[in_use]
     lines["optimizer state in an update, beyond those"] = max(
       0, size(moved) - room
     )
   if bucket := _bucket_bytes(experiment):
     lines["a bucket of weights to publish, cast"] = bucket
   reference = experiment.algorithm.reference
-  if getattr(reference, "memory", None) == "device":
+  if memory := getattr(reference, "memory", None):
     model = experiment.model
     if isinstance(reference, references.Teacher):
       model = reference.model
     rows = memory_report.parameters(model, spec.plan)
-    lines["reference"] = sum(row.device_bytes for row in rows)
+    whole = sum(row.device_bytes for row in rows)
+    if memory == "device" or not has_host:
+      lines["reference"] = whole
+    if memory == "host":
+      lines["reference that scores, beyond those"] = max(0, whole - room)
   return lines
 
 
@@ -253,7 +261,7 @@ _RUN = (
   "the run",
   "lower batch.rows, batch.length, rollout.max_tokens, overlap.max_staleness "
   "or engine.slots, train adapters (model.lora), use model.compute.dtype="
-  "bfloat16, keep a part on the host (optimizer_memory=host, "
+  "bfloat16, on an accelerator keep a part on its host (optimizer_memory=host, "
   "model.compute.remat=host), or split placement.learner or placement.decode "
   "over more devices",
 )

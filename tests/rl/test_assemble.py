@@ -328,3 +328,14 @@ def test_memory_of_the_host_is_refused_where_there_is_none(changes, way_out):
     assemble.check_host_memory(asking, [alone])
   assemble.check_host_memory(asking, jax.devices())
   assemble.check_host_memory(experiment(), [alone])
+
+
+def test_a_run_is_planned_for_the_devices_that_it_has():
+  # Memory that is named is that of an accelerator; these are CPUs, whose
+  # memory holds what is kept on the host.
+  place = placement.Placement(colocated=True, device_gib=80.0)
+  settings = experiment(placement=place, optimizer_memory="host")
+  assert assemble.fit(settings).placement == place
+  schedule = dataclasses.replace(settings.overlap, max_staleness=10**9)
+  with pytest.raises(ValueError, match=r"of this host.*\n.*state \d+ KiB"):
+    assemble.fit(dataclasses.replace(settings, overlap=schedule))

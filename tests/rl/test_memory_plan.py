@@ -12,6 +12,7 @@ from models import config as model_config
 from models import lora, memory_report, sharding
 from models import policy as policy_lib
 from rl import assemble, memory_plan
+from rl.algorithms import references
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.builtin import sizing
 from rl.engine.sglang import settings as sglang_settings
@@ -104,6 +105,39 @@ def test_of_adapters_alone_there_are_gradients(experiment):
   assert 0 <= lines["optimizer state"] - 8 * trained <= 8
   arriving = memory_plan.decode_bytes(adapted)["their next version, arriving"]
   assert arriving == 4 * trained
+
+
+def test_what_a_host_keeps_takes_no_device_and_all_the_same_a_cpu(experiment):
+  teacher = references.Teacher(
+    model=model_config.tiny(), directory="teacher", memory="host"
+  )
+  algorithm = dataclasses.replace(experiment.algorithm, reference=teacher)
+  experiment = dataclasses.replace(experiment, algorithm=algorithm)
+  kept = overrides.apply(experiment, {"optimizer_memory": "host"})
+  names = "optimizer state", "reference"
+
+  def held(experiment, platform):
+    place = dataclasses.replace(experiment.placement, platform=platform)
+    lines = learner_bytes(dataclasses.replace(experiment, placement=place))
+    return [lines.get(name, 0) for name in names]
+
+  whole = held(experiment, "gpu")[0]
+  parameters = 4 * memory_report.num_params(teacher.model).total
+  assert held(kept, "gpu") == [0, 0]
+  assert held(kept, "cpu") == [whole, parameters]
+
+
+def test_a_teacher_on_the_host_has_room_on_the_device_while_it_scores(one_gpu):
+  teacher = references.Teacher(
+    model=model_config.qwen3("14b"), directory="teacher", memory="host"
+  )
+  algorithm = dataclasses.replace(one_gpu.algorithm, reference=teacher)
+  changed = dataclasses.replace(one_gpu, algorithm=algorithm)
+  lines = learner_bytes(changed)
+  room = sum(size for name, size in lines.items() if "about" in name)
+  parameters = 2 * memory_report.num_params(teacher.model).total
+  assert lines["reference that scores, beyond those"] == parameters - room > 0
+  assert fit(changed).engine.slots < fit(one_gpu).engine.slots
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
