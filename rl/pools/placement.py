@@ -405,10 +405,9 @@ class Placement:
         return Memory(min(x["bytes_limit"] for x in stats) * 19 // 20)
     if self.device_gib is not None:
       return Memory(round(self.device_gib * 2**30) * 9 // 10)
-    if devices or self.platform in _EXTRAS:
+    if devices or self.planned_platform in _EXTRAS:
       return None
-    found = self.platform is None and _has_accelerator_plugin()
-    return None if found else _host_memory()
+    return _host_memory()
 
   def dtype(self, devices: Sequence[Any] = ()) -> model_config.Dtype:
     """Returns the dtype that its devices are made for.
@@ -419,9 +418,7 @@ class Placement:
     """
     if self.is_elsewhere:
       devices = ()
-    platform = devices[0].platform if devices else self.platform
-    if platform is None and self._plans_for_accelerators:
-      return "bfloat16"
+    platform = devices[0].platform if devices else self.planned_platform
     if platform not in _EXTRAS:
       return "float32"
     if platform == "gpu" and devices:
@@ -434,18 +431,13 @@ class Placement:
   def planned_platform(self) -> str:
     """The platform to plan for, without a look at devices.
 
-    Of accelerators that nobody has named it is a GPU, or one that jax would
-    find.
+    Where none is named, it is the accelerator that jax would find, a GPU of
+    `device_gib`, or the processor of this host.
     """
-    if self.platform is None and self._plans_for_accelerators:
-      return next(filter(has_plugin, _EXTRAS), "gpu")
-    return self.platform or "cpu"
-
-  @property
-  def _plans_for_accelerators(self) -> bool:
-    """True if the devices are to be accelerators, without a look at them."""
-    found = not self.is_elsewhere and _has_accelerator_plugin()
-    return found or self.device_gib is not None
+    if self.platform is not None:
+      return self.platform
+    found = [] if self.is_elsewhere else [*filter(has_plugin, _EXTRAS)]
+    return next(iter(found), "cpu" if self.device_gib is None else "gpu")
 
   def layouts(self) -> tuple[sharding.Layout, ...]:
     """Returns the layout of the learner, and then of every engine.
@@ -543,10 +535,6 @@ def _check_can_be_remote(
 def _host_memory() -> Memory:
   size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   return Memory(size * 9 // 10, is_shared=True)
-
-
-def _has_accelerator_plugin() -> bool:
-  return any(map(has_plugin, _EXTRAS))
 
 
 def has_plugin(platform: str) -> bool:
