@@ -70,12 +70,6 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     console.print()
     console.print(shared)
   console.print(f"\n{verdict}")
-  place = experiment.placement
-  if place.device_gib is not None and place.platform is None:
-    console.print(
-      "placement.platform is none, so attention is planned as on a cpu; name "
-      "gpu or tpu for theirs"
-    )
   if is_absent(experiment.initial):
     console.print(
       f"initial={experiment.initial} is not there: sizes are the config's"
