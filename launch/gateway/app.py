@@ -363,6 +363,8 @@ class _Api:
     serving, temperature = self._serving, sampling.temperature
     if temperature is None or serving.one_temperature:
       temperature = serving.temperature
+    if session.temperature is not None:
+      temperature = session.temperature
     answer_requests = openai_answers.decode_requests(
       self._engine.capabilities,
       self._sessions.chat.stop_ids,

@@ -85,7 +85,12 @@ class AgentPlayer:
     episode, address = partial.episode, await self._listen()
     name = _NOT_IN_NAMES.sub(".", episode.name)[:160]
     name = f"{name}.{secrets.token_hex(16)}"
-    session = self._sessions.open(name, seed=episode.noise, priority=priority)
+    session = self._sessions.open(
+      name,
+      seed=episode.noise,
+      priority=priority,
+      temperature=limits.temperature,
+    )
     playing = _Playing(session, episode, requests, limits)
     try:
       with session.request_running(), self._asked.playing(playing):

@@ -139,6 +139,7 @@ class Session:
     priority: of its requests in the engine's queue.
     clock: in seconds.
     owner: of the session; see `sessions.Sessions`.
+    temperature: of all its requests, whatever they ask for; None is theirs.
 
   Attributes:
     running: requests that wait for an answer.
@@ -157,9 +158,11 @@ class Session:
     priority: tuple[int, ...] = (),
     clock: Callable[[], float] = time.monotonic,
     owner: str = "",
+    temperature: float | None = None,
   ):
     self.name = name
     self.owner = owner
+    self.temperature = temperature
     self.priority = priority
     self.running = 0
     self.num_bytes = 0

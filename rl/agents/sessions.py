@@ -106,13 +106,14 @@ class Sessions:
     owner: str = "",
     seed: int | None = None,
     priority: tuple[int, ...] = (),
+    temperature: float | None = None,
   ) -> session_tree.Session:
     """Returns the session of a name, a new one if there is none.
 
     Args:
       name: None gives a random name.
       owner: nobody else finds the session.
-      seed, priority: of a new session; a random seed by default.
+      seed, priority, temperature: of a new session; a random seed by default.
 
     Raises:
       ValueError: the name has forbidden characters.
@@ -134,7 +135,7 @@ class Sessions:
       self._make_room()
       seed = secrets.randbits(31) if seed is None else seed
       self._open[name] = session_tree.Session(
-        name, self.chat, seed, priority, self._clock, owner
+        name, self.chat, seed, priority, self._clock, owner, temperature
       )
       self._held[owner] += 1
     session = self.get(name, owner)

@@ -57,7 +57,9 @@ async def talker(_, endpoint, task):
   async with client(endpoint) as one:
     said: list[Any] = [{"role": "user", "content": "go"}]
     create = one.chat.completions.create
-    reply = await create(model="gpt-4o", messages=said, temperature=0.3)
+    reply: Any = await create(model="gpt-4o", messages=said, temperature=0.3)
+    # Whatever it asks for, it is told the temperature of the run.
+    assert reply.temperature == LIMITS.temperature
     said += [reply.choices[0].message, {"role": "user", "content": "on"}]
     stream = await create(model="gpt-4o", messages=said, stream=True)
     text = "".join(
