@@ -245,7 +245,7 @@ def json_rule(schema: Any, options: Mapping[str, Any]) -> str:
 def _value_rule(schema: Any, defs: Mapping[str, Any]) -> str:
   """Returns the text of an argument up to its closing tag."""
   end, kinds = _json("\n</parameter>\n"), _kinds(schema)
-  choices = _list(_object(schema).get("enum"))
+  choices = _choices(schema)
   if kinds == {"string"} and choices:
     return f"({' | '.join(map(_json, choices))}) {end}"
   if kinds and "string" not in kinds:
@@ -305,9 +305,15 @@ def _kinds(schema: Any) -> set[str]:
   for part in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
     kinds |= _kinds(part)
   if not kinds:
-    for choice in _list(schema.get("enum")):
+    for choice in _choices(schema):
       kinds |= _TYPES[type(choice)] or {"string"}
   return kinds
+
+
+def _choices(schema: Any) -> list[Any]:
+  """Returns the values that a schema lists; [] if it lists none."""
+  schema = _object(schema)
+  return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
 
 
 def _object(value: Any) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ KINDS = {
   "n": {"type": "number"},
   "ok": {"type": "boolean"},
   "mode": {"enum": [1, 2]},
+  "one": {"const": 1},
 }
 TOOLS = [
   {
@@ -136,7 +137,7 @@ def tagged(**arguments):
 def test_arguments_in_tags_have_the_types_of_their_schema():
   texts = {"city": "5", "x": "[1]", "y": "null", "n": "1.5", "ok": "True"}
   values = {"city": "5", "x": [1], "y": None, "n": 1.5, "ok": True}
-  assert tagged(**texts, mode="2") == values | {"mode": 2}
+  assert tagged(**texts, mode="2", one="1") == values | {"mode": 2, "one": 1}
   # What has another type than its schema is for the function to refuse.
   assert tagged(y="5", n="many", ok="0") == {"y": "5", "n": "many", "ok": 0}
   # No schema: text, unless it can only be JSON.
