@@ -225,4 +225,6 @@ def _reason(error: str) -> str:
   if error.startswith("NoExtension"):
     return "nothing satisfies it"
   text = error.split("failed to compile JSON schema: ")[-1]
-  return text.split("\n   1 |")[0].strip()
+  text = text.split("\n   1 |")[0].strip()
+  # The option that it advises is not for clients.
+  return re.sub(r"\. Enable 'coerce_one_of'.*", "; use anyOf", text)

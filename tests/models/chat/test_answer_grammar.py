@@ -206,6 +206,10 @@ def test_a_schema_that_tags_cannot_follow_is_refused(schema, words):
     ({"type": "text"}, "Invalid type: text"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ({"$ref": "#/$defs/x"}, "'/$defs/x' does not exist"),
+    (
+      {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+      "oneOf constraints are not supported; use anyOf",
+    ),
     ({"type": "integer", "minimum": 2, "maximum": 1}, "nsatisfiable"),
     ({"enum": ["x" * 120_000]}, "at most 120000"),
     # Options of the library are not for clients.
