@@ -52,8 +52,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
   "echo": (False,),
   "suffix": ("",),
 }
-# They identify the caller and do not change the answer.
-_IDENTITIES = ("user", "safety_identifier", "prompt_cache_key")
+# They identify the caller or the request, and do not change the answer.
+_IDENTITIES = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 _SAMPLING = (
   *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "n"),
   *("stop", "logit_bias", "logprobs", "stream", "stream_options", "model"),

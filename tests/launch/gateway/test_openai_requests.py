@@ -106,6 +106,7 @@ def test_options_are_read(body, read):
     {"service_tier": "auto", "store": False},
     {"stream": True, "stream_options": {"include_obfuscation": False}},
     {"return_token_ids": True, "prompt_cache_key": "p"},
+    {"metadata": {"a": "b"}},
     {"top_k": -1, "repetition_penalty": 1.0, "min_tokens": 0},
     {"skip_special_tokens": True, "include_stop_str_in_output": False},
     {"ignore_eos": False, "spaces_between_special_tokens": False},
@@ -126,7 +127,7 @@ def test_options_that_change_nothing_are_taken(harmless):
     ({"store": True}, "store", "not supported"),
     ({"store": 0}, "store", "not supported"),
     ({"best_of": True}, "best_of", "not supported"),
-    ({"metadata": {"a": "b"}}, "metadata", "is unknown"),
+    ({"audio": {"voice": "b"}}, "audio", "is unknown"),
     ({"functions": [ADD]}, "functions", "is unknown"),
     ({"response_format": "text"}, "response_format", "of type object"),
     (
