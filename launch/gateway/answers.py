@@ -170,8 +170,12 @@ def decode_requests(
   sampling: openai_requests.Sampling,
   temperature: float,
   constraint: contract.TokenMatcher | None,
+  field: str,
 ) -> list[contract.DecodeRequest]:
   """Returns one engine request per choice.
+
+  Args:
+    field: of the conversation, in errors.
 
   Raises:
     BadRequest: the engine cannot do it, or the conversation is too long.
@@ -183,7 +187,7 @@ def decode_requests(
     raise json_fields.BadRequest(
       f"a conversation of {len(opening.tokens)} tokens leaves room for "
       f"{max(room, 0)} in {capabilities.max_length}; shorten it{other}",
-      "messages",
+      field,
       "context_length_exceeded",
     )
   if sampling.seed is not None and not capabilities.seeds:

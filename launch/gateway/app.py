@@ -373,6 +373,7 @@ class _Api:
       sampling,
       temperature,
       constraint,
+      field="messages" if chat else "prompt",
     )
     reply_format = openai_replies.ReplyFormat(
       name=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",

@@ -574,6 +574,10 @@ def test_a_conversation_without_room_is_told_what_it_may_shorten(
     words.ask("go", **options)
   body: Any = error.value.body
   assert body["message"].endswith(f"room for 0 in 2; shorten it{out}")
+  assert body["param"] == "messages"
+  with pytest.raises(openai.BadRequestError) as error:
+    words.client().completions.create(model="any", prompt=[GO, ON], **options)
+  assert error.value.param == "prompt"
 
 
 def test_words_without_an_id_are_a_bad_request(words):
