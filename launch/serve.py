@@ -29,7 +29,6 @@ from launch.gateway import app as openai_app
 from launch.gateway import session_record
 from launch.http import access, admission, connections, http_server
 from launch.run import signals
-from models.chat import hf_chat
 from rl.agents import sessions
 from rl.runtime import log_line
 from rl.settings import overrides
@@ -160,7 +159,7 @@ def _loading(
     return served_model.of_run(experiment, pathlib.Path(run), report)
   if model is not None and run is None:
     hosting = served_model.read_directory(model, changes)
-    chat = hf_chat.HfChat.load(model)
+    chat = hosting.chat.load(hosting.chat.directory or model)
     log_line.tell(served_model.memory(hosting))
     directory = pathlib.Path(model)
     return served_model.of_directory(hosting, directory, chat, report)

@@ -22,6 +22,7 @@ from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement as placement_lib
 from rl.pools import router
+from rl.rollout import chats
 from rl.rollout import episode as episode_lib
 from rl.runtime import mesh_thread, trace
 from rl.settings import checks, overrides
@@ -52,11 +53,13 @@ class Hosting:
     model: conversations have at most `max_length` ids.
     engine: sizes that are not set follow from the memory of the devices.
     placement: of the decode pool; the learner mesh is unused.
+    chat: of the directory itself, unless it names another.
   """
 
   model: model_config.ModelConfig
   engine: contract.EngineSpec = engine_settings.EngineSettings()
   placement: placement_lib.Placement = placement_lib.Placement(colocated=True)
+  chat: chats.Hf = chats.Hf()
 
   def validate(self) -> None:
     """Raises ValueError on a setting that cannot work; touches no device."""

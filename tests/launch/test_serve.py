@@ -17,6 +17,7 @@ import pytest
 from launch import served_model
 from models import config as model_config
 from models import policy as policy_lib
+from models.chat import hf_chat
 from models.hf import export
 from rl.data import trajectory
 from tests.helpers import commands, machine_speed
@@ -132,8 +133,9 @@ def test_a_run_is_served_and_its_sessions_are_recorded(finished, tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
-  changes = [f"--config.{key}={value}" for key, value in ENGINE.items()]
-  with Command(f"--model={hugging_face}", "--port=0", *changes) as command:
+  changes = ENGINE | {"chat.thinking": "false"}
+  given = [f"--config.{key}={value}" for key, value in changes.items()]
+  with Command(f"--model={hugging_face}", "--port=0", *given) as command:
     client = openai.OpenAI(
       base_url=f"{command.address()}/v1", api_key="none", max_retries=0
     )
@@ -147,7 +149,7 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
         stream=True,
       )
       chunks = list(stream)
-      formed = client.chat.completions.create(
+      formed: Any = client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Is it warm in Ulm?"}],
         response_format={
@@ -174,8 +176,11 @@ def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
       assert len(end.token_ids) == 100
       ending.join()
     ended = [one for one in formed.choices if one.finish_reason == "stop"]
-    # Some may think until they are cut.
+    # White space may take the room of some.
     assert len(ended) >= 2
+    # The template is told not to think, and closes the thinking itself.
+    chat = hf_chat.HfChat.load(GOLDEN)
+    assert chat.decode(formed.prompt_token_ids).endswith("</think>\n\n")
     for one in ended:
       jsonschema.validate(json.loads(one.message.content or ""), WEATHER)
     last: Any = chunks[-1].choices[0]
