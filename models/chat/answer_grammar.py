@@ -213,7 +213,19 @@ class _Pieces:
     self.tokens = [text or b"<|%d|>" % i for i, text in enumerate(pieces)]
 
   def __call__(self, text: str) -> list[int]:
-    return self._text_ids(text)
+    ids, wanted = self._text_ids(text), text.encode()
+    if self._text(ids) == wanted:
+      return ids
+    # Some tokenizers put a space before text; behind a mark it has none.
+    ids = self._text_ids(f"\x02{text}")
+    for rest in (ids[1:], ids[2:]):
+      if self._text(rest) == wanted:
+        return rest
+    # Others change letters, as Qwen's composes them; bytes stay.
+    return [self.tokens.index(bytes([byte])) for byte in wanted]
+
+  def _text(self, ids: list[int]) -> bytes:
+    return b"".join(self.tokens[i] for i in ids)
 
 
 def _literal(text: str) -> str:

@@ -1,5 +1,6 @@
 """Masks over the ids of a real tokenizer: what they let through, and refuse."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -47,17 +48,17 @@ def accepts(form, text, chat=CHAT):
   return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def walked(form, seed, steps=300):
+def walked(form, seed, steps=300, chat=CHAT):
   """A random answer: each id is any of those that the mask allows."""
-  matcher = answer_grammar.compiled(CHAT, form, SIZE).deep_copy()
+  matcher = answer_grammar.compiled(chat, form, SIZE).deep_copy()
   rng, ids = np.random.default_rng(seed), []
   for _ in range(steps):
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-    assert allowed.max() < CHAT.vocab_size
+    assert allowed.max() < chat.vocab_size
     ids.append(int(rng.choice(allowed)))
-    if ids[-1] in CHAT.stop_ids:
-      return CHAT.decode(ids)
+    if ids[-1] in chat.stop_ids:
+      return chat.decode(ids)
     assert matcher.consume_token(ids[-1])
   raise AssertionError(f"no end after {steps} ids")
 
@@ -135,6 +136,19 @@ def test_what_is_written_for_a_policy_to_imitate_fits(form):
   assert fits(ulm, content="So {x}:")
   assert not fits(rome, content="So {x}:")
   assert fits(rome, name='p "1"', call=True)
+
+
+@pytest.mark.parametrize("space", [False, True])
+def test_text_that_the_tokenizer_would_change_is_written_as_it_is(space):
+  byte_level = {"type": "ByteLevel", "add_prefix_space": space}
+  settings = json.loads(CHAT.tokenizer)
+  settings["pre_tokenizer"] = byte_level | {"trim_offsets": True}
+  chat = dataclasses.replace(CHAT, tokenizer=json.dumps(settings))
+  # NFC makes one code point of the second's two.
+  for text in ("Ulm is warm", "e\u0301"):
+    content = answer_grammar.Schema(text=json.dumps({"const": text}), name="s")
+    form = answer_grammar.AnswerGrammar(content=content)
+    assert json.loads(walked(form, 0, chat=chat)) == text
 
 
 TYPED = {
