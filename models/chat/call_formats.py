@@ -47,6 +47,9 @@ _TYPES: dict[type, set[str]] = {
 # As templates write them that do not write JSON.
 _WORDS = {"True": True, "False": False, "None": None}
 _NOTES = {"title", "description", "default", "examples", "$schema"}
+# Their values are no schemas.
+_VALUES = {"const", "enum", "default", "examples"}
+_NEGATED = re.compile(r"((?<!\\)(?:\\\\)*)\[\^")
 _ANY_TEXT = {"type", "anyOf", *_NOTES}
 _ARGUMENTS = {"type", "properties", "required", "additionalProperties"}
 _ARGUMENTS |= {"$defs", "definitions", *_NOTES}
@@ -238,8 +241,35 @@ def of(chat: Any) -> CallFormat:
 def json_rule(schema: Any, options: Mapping[str, Any]) -> str:
   """Returns the JSON that satisfies a schema, in llguidance's Lark."""
   if isinstance(schema, dict):
-    schema = schema | {"x-guidance": options}
+    schema = _exact_patterns(schema) | {"x-guidance": options}
   return f"%json {json.dumps(schema)}"
+
+
+def _exact_patterns(schema: Any) -> Any:
+  """Returns a schema whose patterns llguidance follows to the letter.
+
+  In JSON, its class [^"] has the escapes of all control characters, and with
+  them those of the quote and of the backslash. Without NUL it has not.
+  """
+  if isinstance(schema, list):
+    return [_exact_patterns(one) for one in schema]
+  if not isinstance(schema, dict):
+    return schema
+  exact = dict(schema)
+  for key, value in schema.items():
+    if key == "pattern" and isinstance(value, str):
+      exact[key] = _without_nul(value)
+    elif key == "patternProperties":
+      named = _object(_exact_patterns(value)).items()
+      exact[key] = {_without_nul(name): one for name, one in named}
+    elif key not in _VALUES:
+      exact[key] = _exact_patterns(value)
+  return exact
+
+
+def _without_nul(pattern: str) -> str:
+  # As a range: a hyphen that follows is no beginning of one.
+  return _NEGATED.sub(r"\1[^\\x00-\\x00", pattern)
 
 
 def _value_rule(schema: Any, defs: Mapping[str, Any]) -> str:

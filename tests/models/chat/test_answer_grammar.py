@@ -244,6 +244,30 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_keyword(
   assert ("tools[1]: " in str(error.value)) is ("at most" not in words)
 
 
+@pytest.mark.parametrize(
+  ("pattern", "text", "fits"),
+  [
+    ('^[^"]+$', "a\nb", True),
+    ('^[^"]+$', 'a"b', False),
+    (r"^[^\\/]+$", "a\\b", False),
+    ('^[^-a"]+$', "+", True),
+    ('^[^-a"]+$', "-", False),
+    (r"^\\[^a]$", "\\b", True),
+  ],
+)
+def test_a_pattern_is_followed_to_the_letter(pattern, text, fits):
+  inner = {"type": "string", "pattern": pattern}
+  only = {"type": "object", "additionalProperties": False}
+  for schema, value in (
+    (inner, text),
+    ({**only, "properties": {"pattern": inner}}, {"pattern": text}),
+    ({**only, "patternProperties": {pattern: {"const": inner}}}, {text: inner}),
+  ):
+    content = answer_grammar.Schema(text=json.dumps(schema), name="s")
+    form = grammar(functions=(), content=content)
+    assert accepts(form, json.dumps(value)) is fits
+
+
 def test_a_schema_that_nothing_satisfies_is_refused():
   schema = answer_grammar.Schema(text='{"$ref": "#"}', name="loop")
   form = answer_grammar.AnswerGrammar(content=schema)
