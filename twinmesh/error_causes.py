@@ -247,7 +247,7 @@ CAUSES = (
     cure="Look the name up: --config.help prints all settings of a config with"
     " type, value and meaning, --config.help=PART those below one.",
     code_block="twinmesh train --config=FILE --config.help=rollout",
-    of=("launch.cli.settings_help", "rl.settings.overrides:override"),
+    of=("launch.cli.settings_help", "rl.settings.overrides:_find"),
   ),
   Cause(
     code="TM-S02",

@@ -14,8 +14,8 @@ path:
 import dataclasses
 import difflib
 import enum
+import itertools
 import json
-import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -30,10 +30,16 @@ def apply(tree: _Tree, changes: Mapping[str, str | None]) -> _Tree:
   """Returns the tree with several settings replaced, as `override` does.
 
   Parts come before what lies in them: {"loss.scale": "2", "loss": "CLASS()"}
-  is a CLASS of scale 2, in whatever order they are given.
+  is a CLASS of scale 2, in whatever order they are given. The settings of one
+  part change together, because the part may compare them.
   """
-  for path in sorted(changes, key=lambda path: path.count(".")):
-    tree = override(tree, path, changes[path])
+
+  def depth_and_part(path: str) -> tuple[int, str]:
+    return path.count("."), path.rpartition(".")[0]
+
+  paths = sorted(changes, key=depth_and_part)
+  for _, of_part in itertools.groupby(paths, depth_and_part):
+    tree = _override(tree, {path: changes[path] for path in of_part})
   return tree
 
 
@@ -52,19 +58,34 @@ def override(tree: _Tree, path: str, text: str | None) -> _Tree:
   Raises:
     SettingError: names the key, what was expected, and the nearest key.
   """
-  names, nodes = path.split("."), [typing.cast(Any, tree)]
-  hint: Any = type(tree)
+  return _override(tree, {path: text})
+
+
+def _override(tree: _Tree, changes: Mapping[str, str | None]) -> _Tree:
+  """Returns the tree with settings of one part replaced."""
+  values, names, nodes = {}, [], []
+  for path, text in changes.items():
+    *names, name = path.split(".")
+    nodes, hint, value = _find(tree, path)
+    values[name] = _read(hint, text, path, old=value)
+  told = " ".join(argument(*change) for change in changes.items())
+  for node, name in zip(reversed(nodes), ["", *names][::-1], strict=True):
+    values = {name: _replace(node, values, told)}
+  return values[""]
+
+
+def _find(tree: Any, path: str) -> tuple[list[Any], Any, Any]:
+  """Returns the parts above a setting, its annotation and its value."""
+  nodes, hint, node = [], type(tree), tree
+  names = path.split(".")
   for depth, name in enumerate(names):
-    children = _children(nodes[-1], hint)
+    nodes.append(node)
+    children = _children(node, hint)
     if name not in children:
       above = ".".join(names[:depth])
-      raise SettingError(_no_such(tree, path, above, hint, nodes[-1]))
+      raise SettingError(_no_such(tree, path, above, hint, node))
     hint, node = children[name]
-    nodes.append(node)
-  value = _read(hint, text, path, old=nodes.pop())
-  for name, node in zip(reversed(names), reversed(nodes), strict=True):
-    value = _replace(node, name, value, argument(path, text))
-  return typing.cast(_Tree, value)
+  return nodes, hint, node
 
 
 def argument(path: str, text: str | None) -> str:
@@ -148,13 +169,13 @@ def _walk(node: Any, hint: Any, path: str = "") -> Iterator[tuple]:
     yield from _walk(child, child_hint, f"{path}{name}.")
 
 
-def _replace(node: Any, name: str, value: Any, override: str) -> Any:
+def _replace(node: Any, values: Mapping[str, Any], told: str) -> Any:
   if isinstance(node, tuple):
-    return tuple(value if str(i) == name else x for i, x in enumerate(node))
+    return tuple(values.get(str(i), item) for i, item in enumerate(node))
   try:
-    return dataclasses.replace(node, **{name: value})
+    return dataclasses.replace(node, **values)
   except ValueError as error:
-    raise SettingError(f"{override}: {error}") from error
+    raise SettingError(f"{told}: {error}") from error
 
 
 def _no_such(tree: Any, path: str, above: str, hint: Any, node: Any) -> str:

@@ -1,5 +1,6 @@
 """Overrides and JSON of a tree of frozen dataclasses."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -105,6 +106,27 @@ def test_parts_come_before_what_lies_in_them(order):
   changes = dict(list(changes.items())[::order])
   tree = overrides.apply(Tree(pool=Pool()), changes)
   assert tree == Tree(loss=Plain(scale=3.0), pools=(Pool(chips=2, name="a"),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+  low: int = 1
+  high: int = 20
+
+  def __post_init__(self):
+    if self.low >= self.high:
+      raise ValueError(f"low={self.low} is not below high={self.high}")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_settings_that_a_part_compares_change_together(order):
+  changes = dict([("low", "50"), ("high", "60")][::order])
+  assert overrides.apply(Span(), changes) == Span(low=50, high=60)
+  with pytest.raises(overrides.SettingError) as error:
+    overrides.apply(Span(), {"low": "50", "high": "40"})
+  assert str(error.value) == (
+    "--config.low=50 --config.high=40: low=50 is not below high=40"
+  )
 
 
 def test_item_of_a_tuple_is_reached_by_its_number():
