@@ -36,8 +36,9 @@ class Record:
       value = value.get(key) if isinstance(value, Mapping) else None
     if value is None:
       known = ", ".join(self.fields) or "none"
+      found = "null in" if name in self.fields else "no"
       raise ValueError(
-        f"{self.place}: no field {name!r}, which {asked_by} asks for; the "
+        f"{self.place}: {found} field {name!r}, which {asked_by} asks for; the "
         f"row's fields are {known}"
       )
     return value

@@ -242,8 +242,11 @@ def test_wrong_settings_are_refused(settings, told):
 def test_a_field_that_is_missing_or_null_is_named_with_its_line(file):
   path = file([{"id": 0}, {"id": None, "x": 1}])
   data = rows.Rows(data=path, eval_data=path)
-  with pytest.raises(ValueError, match=r"data.jsonl:2: no field 'id', which p"):
-    data.record(1, "train").field("id", "prompt")
+  record = data.record(1, "train")
+  with pytest.raises(ValueError, match=r"data.jsonl:2: null in field 'id', wh"):
+    record.field("id", "prompt")
+  with pytest.raises(ValueError, match=r"data.jsonl:2: no field 'y', which pr"):
+    record.field("y", "prompt")
 
 
 @pytest.mark.parametrize(
