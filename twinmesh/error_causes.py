@@ -260,7 +260,9 @@ CAUSES = (
     " object is made, as in algorithm=presets.Dapo().",
     cure="Give a value of the type that the message names. In a shell, put"
     " brackets and spaces in quotes:"
-    " --config.algorithm='grpo(loss=gspo(clip_low=0.1))'.",
+    " --config.algorithm='grpo(loss=gspo(clip_low=0.1))'. A function that"
+    " grades an answer is no `reward`, but the `grade` of"
+    " `envs.single_turn.SingleTurn`.",
     of=("rl.settings.parsing",),
   ),
   Cause(

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import inspect
 import pkgutil
 import re
 import types
@@ -107,13 +108,16 @@ def _check_kind(hint: Any, value: Any, where: str) -> None:
     for number, (kind, item) in enumerate(zip(kinds, items, strict=False)):
       _check_kind(kind, item, f"{where}.{number}")
     return
-  if isinstance(value, type):
-    word = value.__name__
+  makers = short_names.choices(hint)
+  is_function = inspect.isfunction(value)
+  if isinstance(value, type) or (is_function and value in makers.values()):
+    word, kind = value.__name__, "function" if is_function else "class"
     raise annotations.SettingError(
-      f"{where}={word} is a class; write {word}(...)"
+      f"{where}={word} is a {kind}; write {word}(...)"
     )
-  message = f"{where}={_shown(value)}: expected {annotations.describe(hint)}"
-  maker = isinstance(value, str) and short_names.choices(hint).get(value)
+  shown = value.__name__ if is_function else _shown(value)
+  message = f"{where}={shown}: expected {annotations.describe(hint)}"
+  maker = isinstance(value, str) and makers.get(value)
   if maker:
     message += f"; in Python write {short_names.in_python(maker)}(...)"
   raise annotations.SettingError(message)

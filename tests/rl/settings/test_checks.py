@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from rl.settings import checks
-from tests.helpers.setting_tree import Clipped, Kinds, Pool, Tree
+from tests.helpers.setting_tree import (
+  Clipped,
+  Kinds,
+  Pool,
+  Tree,
+  number_of,
+  pool_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +71,8 @@ MODE: Any = {"mode": "drian"}
   ("changes", "message"),
   [
     ({"loss": Clipped}, "run.loss=Clipped is a class; write Clipped(...)"),
+    ({"pool": pool_of}, "run.pool=pool_of is a function; write pool_of(...)"),
+    ({"pool": number_of}, "run.pool=number_of: expected Pool | none"),
     (
       {"loss": "plain"},
       "run.loss='plain': expected Loss; in Python write "
