@@ -50,7 +50,7 @@ class Display:
     self._evaluation: tuple[float, float, float] | None = None
     self._phase = "starting"
     self._fault = ""
-    self._successes = History()
+    self._successes: list[float] = []
     # (rounds done, time) at the first update.
     self._first: tuple[int, float] | None = None
     self._waiting_line = False
@@ -93,7 +93,7 @@ class Display:
     self._first = self._first or (self._done, self._clock())
     success = metrics.get("success", math.nan)
     if math.isfinite(success):
-      self._successes.add(success)
+      self._successes.append(success)
     self._waiting_line = True
     if is_due or self._done >= self._total_rounds:
       self._print_round()
@@ -188,7 +188,7 @@ class Display:
     # Wide enough for a full sparkline, so that columns never move.
     for style, min_width in (("dim", 0), ("bold", 30), ("dim", 0), ("bold", 0)):
       rows.add_column(style=style, min_width=min_width)
-    success = f"{cells['success']}  {sparkline(self._successes.means())}"
+    success = f"{cells['success']}  {sparkline(self._successes)}"
     rows.add_row("success", success, "evaluation", self._evaluation_text())
     decode, learner = (
       f"{cells[mesh]}/s, busy {cells[f'{mesh}_busy']}"
@@ -210,36 +210,6 @@ class Display:
       return rich.console.Group(top, rows)
     fault = steps.cut(f"fault: {self._fault}", steps.COLUMNS)
     return rich.console.Group(top, rows, fault)
-
-
-class History:
-  """Means over equal parts of a series; memory stays flat however long it is.
-
-  Args:
-    most: parts, an even number; once there are as many, two become one.
-  """
-
-  def __init__(self, most: int = 512):
-    self._most = most
-    self._means: list[float] = []
-    self._size = 1
-    self._sum, self._count = 0.0, 0  # Of the part that is not complete.
-
-  def add(self, value: float) -> None:
-    """Adds the next value."""
-    self._sum, self._count = self._sum + value, self._count + 1
-    if self._count < self._size:
-      return
-    self._means.append(self._sum / self._count)
-    self._sum, self._count = 0.0, 0
-    if len(self._means) == self._most:
-      pairs = zip(self._means[::2], self._means[1::2], strict=True)
-      self._means = [(one + other) / 2 for one, other in pairs]
-      self._size *= 2
-
-  def means(self) -> Sequence[float]:
-    """Returns them in order; the last part may be shorter than the others."""
-    return [*self._means, *([self._sum / self._count] if self._count else ())]
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

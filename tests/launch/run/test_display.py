@@ -269,21 +269,3 @@ def test_a_sparkline_averages_a_long_history():
   # Halves of 0, 0, 1, 1 average to 0 and 1; out of range is clipped.
   assert display.sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
   assert display.sparkline([-1.0, 2.0]) == "▁█"
-
-
-def test_a_history_keeps_means_of_a_long_run():
-  history = display.History(most=4)
-  for value in (0.0, 1.0, 2.0):
-    history.add(value)
-  assert history.means() == [0.0, 1.0, 2.0]
-  history.add(3.0)
-  # Of two values each, and the last of what is there.
-  assert history.means() == [0.5, 2.5]
-  history.add(8.0)
-  assert history.means() == [0.5, 2.5, 8.0]
-  for value in range(5, 1000):
-    history.add(float(value))
-    assert len(history.means()) <= 4
-  # 3 parts of 256 values, and one of 232; the first has 8 in the place of 4.
-  first, *_ = history.means()
-  assert first == (sum(range(256)) + 4) / 256
