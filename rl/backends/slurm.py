@@ -115,19 +115,9 @@ class _SlurmLauncher(followed.FollowingLauncher):
     self.host = host
 
   def _make(self, program: contract.Program) -> followed.Followed:
-    return _SlurmProcess(program, self._folder, self._silence_s, self._executor)
-
-
-class _SlurmProcess(spool.SpooledProcess):
-  def __init__(
-    self,
-    program: contract.Program,
-    folder: pathlib.Path,
-    silence_s: float,
-    executor: Any,
-  ):
-    super().__init__(program, folder, silence_s)
-    self._executor = executor
+    return spool.SpooledProcess(
+      program, self._folder, self._silence_s, self._submit
+    )
 
   def _submit(self, directory: pathlib.Path) -> spool.QueuedJob:
     from submitit import helpers  # pyright: ignore[reportMissingImports]

@@ -8,7 +8,6 @@ is. Where a queue decides when and where a job runs, this is the one way that
 needs neither an open port nor a right to signal.
 """
 
-import abc
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from rl.backends import contract, followed, host, local
@@ -50,19 +50,21 @@ class SpooledProcess(followed.Followed):
   Args:
     folder: of which it makes a directory, that its user alone can read.
     silence_s: time without a beat after which the program ends.
+    submit: returns a job that is to call `run` with a directory.
   """
 
   def __init__(
-    self, program: contract.Program, folder: pathlib.Path, silence_s: float
+    self,
+    program: contract.Program,
+    folder: pathlib.Path,
+    silence_s: float,
+    submit: Callable[[pathlib.Path], QueuedJob],
   ):
     super().__init__(program)
     self._silence_s = silence_s
+    self._submit = submit
     name = program.name.replace(" ", "_").replace("/", "_")
     self._directory = folder / f"{name}-{uuid.uuid4().hex[:8]}"
-
-  @abc.abstractmethod
-  def _submit(self, directory: pathlib.Path) -> QueuedJob:
-    """Returns a job that is to call `run` with the directory."""
 
   def _follow(self) -> int:
     directory = self._directory

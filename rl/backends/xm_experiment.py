@@ -88,7 +88,9 @@ class _XmLauncher(followed.FollowingLauncher):
     return asyncio.run_coroutine_threadsafe(awaited, self._loop).result(_ADD_S)
 
   def _make(self, program: contract.Program) -> followed.Followed:
-    return _XmProcess(program, self._folder, self._silence_s, self._add)
+    return spool.SpooledProcess(
+      program, self._folder, self._silence_s, self._add
+    )
 
   def _add(self, directory: pathlib.Path) -> "_WorkUnit":
     """Adds a work unit that runs the program of a directory."""
@@ -116,21 +118,6 @@ class _XmLauncher(followed.FollowingLauncher):
     if self._thread.is_alive():
       self._loop.call_soon_threadsafe(self._closing.set)
       self._thread.join(_ADD_S)
-
-
-class _XmProcess(spool.SpooledProcess):
-  def __init__(
-    self,
-    program: contract.Program,
-    folder: pathlib.Path,
-    silence_s: float,
-    add: Any,
-  ):
-    super().__init__(program, folder, silence_s)
-    self._add = add
-
-  def _submit(self, directory: pathlib.Path) -> spool.QueuedJob:
-    return self._add(directory)
 
 
 class _WorkUnit:

@@ -5,7 +5,6 @@ import os
 import pytest
 
 from rl.backends import slurm
-from tests.helpers import backends_under_test as under_test
 
 
 def test_a_step_has_the_processors_of_its_job():
@@ -30,7 +29,6 @@ def test_a_job_of_slurm_knows_nothing_of_the_job_that_asks_for_it(
       seen.append(dict(os.environ))
 
   monkeypatch.setenv("SLURM_MEM_PER_CPU", "1000")
-  program = under_test.scripted(tmp_path, "never", "")
-  slurm._SlurmProcess(program, tmp_path, 1, Executor())._submit(tmp_path)
+  slurm._SlurmLauncher(Executor(), tmp_path, "", 1)._submit(tmp_path)
   assert not [name for name in seen[0] if name.startswith("SLURM_")]
   assert os.environ["SLURM_MEM_PER_CPU"] == "1000"

@@ -22,22 +22,6 @@ sys.exit(7)
 """
 
 
-class Queued(spool.SpooledProcess):
-  """A program whose job a queue has in some state, and never begins."""
-
-  state = "PENDING"
-
-  def _submit(self, directory):
-    del directory
-    job = types.SimpleNamespace(
-      job_id=12,
-      state=self.state,
-      done=lambda: self.state == "OUT_OF_MEMORY",
-      cancel=lambda check: None,
-    )
-    return slurm._Job(job)
-
-
 def job(program, folder) -> subprocess.Popen:
   """Starts what a queue runs for a program."""
   folder.mkdir(exist_ok=True)
@@ -76,8 +60,18 @@ def test_a_program_whose_job_never_begins_says_what_the_queue_does(
 ):
   monkeypatch.setattr(spool, "_LOST_S", 0.1)
   program = under_test.scripted(tmp_path, "waits", WAITS)
-  process = Queued(program, tmp_path / "jobs", under_test.DEADLINE_S)
-  process.state = state
+  never_begins = types.SimpleNamespace(
+    job_id=12,
+    state=state,
+    done=lambda: state == "OUT_OF_MEMORY",
+    cancel=lambda check: None,
+  )
+  process = spool.SpooledProcess(
+    program,
+    tmp_path / "jobs",
+    under_test.DEADLINE_S,
+    lambda _: slurm._Job(never_begins),
+  )
   process.begin()
   if state == "PENDING":
     process.kill()
