@@ -62,6 +62,7 @@ not finite is `skipped`: none of its members is trained. `microbatch` counts
 those of a round, and the `length` of a group is that of members without fault.
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -148,7 +149,7 @@ _BACK = ("engine_back", "engine_joined")
 _FLUSH_EVERY = 1000
 # Without an engine a round may not end, and who reads the log wants to know.
 _FLUSHED_AT_ONCE = frozenset({"engine_lost", "engine_given_up"})
-_BLOCK = 1 << 16
+_MOST_CUT = 1000
 _parse = json.JSONDecoder().raw_decode
 # Events are never circular, so the encoder need not look for circles.
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -291,33 +292,15 @@ def _last_time(path: pathlib.Path) -> float:
 
   A first token is logged later than it was sampled, so its `t` is ignored.
   """
-  if path.exists():
-    for line in _backwards(path):
-      event = _event(line.decode("utf-8", "replace"))
-      if event is not None and event["kind"] != "first_token":
-        return float(event["t"])
-  if not segments.closed(path):
-    return 0.0
-  # A kill came right after a segment was closed.
-  last = 0.0
-  with contextlib.suppress(segments.Damaged):
+  # Several, as a crash may have cut the last one. The file is empty where a
+  # kill came right after a segment was closed.
+  newest: collections.deque[str] = collections.deque(maxlen=_MOST_CUT)
+  with contextlib.suppress(segments.Damaged, FileNotFoundError):
     for line in segments.lines(path, newest=1):
-      event = _event(line)
-      if event is not None and event["kind"] != "first_token":
-        last = float(event["t"])
-  return last
-
-
-def _backwards(path: pathlib.Path) -> Iterator[bytes]:
-  """Yields the lines of a file, the last one first."""
-  rest = b""
-  with path.open("rb") as file:
-    for start in range(path.stat().st_size // _BLOCK, -1, -1):
-      file.seek(start * _BLOCK)
-      # The first line may begin in the block before.
-      rest, *lines = (file.read(_BLOCK) + rest).split(b"\n")
-      yield from reversed(lines)
-  yield rest
+      if '"first_token"' not in line:
+        newest.append(line)
+  found = (event for line in reversed(newest) if (event := _event(line)))
+  return float(next(found, {"t": 0.0})["t"])
 
 
 def member(event: Event) -> tuple[int, int, int]:
