@@ -30,7 +30,7 @@ def conclude(run_dir: pathlib.Path, work: trace.TrackOverlap, log: Log) -> int:
   _log_metrics(run_dir, log)
   try:
     trace.write_chrome(
-      trace.File(run_dir / "spans.jsonl"), run_dir / "trace.json"
+      trace.read(run_dir / "spans.jsonl"), run_dir / "trace.json"
     )
   except segments.Damaged as error:
     log(f"trace.json was not written: {error}")

@@ -16,7 +16,6 @@ came: failed starts, steps that raised, and rewards that no call gave.
 
 import collections
 import dataclasses
-import json
 import math
 import pathlib
 import statistics
@@ -39,23 +38,6 @@ _MAX_CONFIG = 16 * untrusted_files.MIB
 _MORE = "let it run for a few rounds"
 _ENV_FAULT = trajectory.Status.ENV_FAULT.value
 _REWARD_FAULT = trajectory.Status.REWARD_FAULT.value
-_PLACE = ("group", "attempt", "index")
-# The fields used of each kind of event; see `rl.audit.event_log`.
-_FIELDS: Mapping[str, Sequence[str]] = {
-  "submitted": ("group", "attempt", "source"),
-  "admitted": (*_PLACE, "engine"),
-  "turn": (*_PLACE, "number", "tokens", "decode_s", "env_s"),
-  "ended": (*_PLACE, "status", "turns", "tokens", "length"),
-  "fault": (*_PLACE, "status"),
-  "grading": _PLACE,
-  "reward": _PLACE,
-  "trained": ("group", "attempt", "version", "members"),
-  "update": ("version", "end"),
-  "publish_start": ("version",),
-  "staged": ("version",),
-  "decode_suspended": ("version", "engine"),
-  "decode_resumed": ("version", "engine"),
-}
 
 
 class Update(NamedTuple):
@@ -130,7 +112,8 @@ def read(path: pathlib.Path) -> CalibrationRun:
 
   Raises:
     ValueError: it does not hold a run that has trained a round, or a line of
-      its records lacks a field, or a segment of them is damaged.
+      its records is none, or a segment of them is damaged.
+    LookupError: an event lacks a field.
   """
   for name in ("config.json", "events.jsonl", "spans.jsonl"):
     if not segments.exists(path / name):
@@ -166,17 +149,12 @@ def read(path: pathlib.Path) -> CalibrationRun:
 
 
 def _log(path: pathlib.Path) -> list[event_log.Event]:
-  """Returns the events, each with all fields of its kind."""
-  file = path / "events.jsonl"
-  log = list(event_log.LogFile(file))
-  _check_lines(file, len(log), "an event")
-  for event in log:
-    expected = ("t", *_FIELDS.get(event["kind"], ()))
-    if missing := [name for name in expected if name not in event]:
-      raise ValueError(
-        f"--calibrate={path}: events.jsonl has a line without "
-        f"{', '.join(missing)}: {json.dumps(event)[:80]}"
-      )
+  file = event_log.LogFile(path / "events.jsonl")
+  log = list(file)
+  if file.num_garbled:
+    raise ValueError(
+      f"--calibrate={path}: events.jsonl has a line without an event"
+    )
   return log
 
 
@@ -218,22 +196,17 @@ def _warming(log: Sequence[event_log.Event]) -> list[trace.Interval]:
   return [*found, (begun, end)]
 
 
-def _check_lines(file: pathlib.Path, found: int, what: str) -> None:
-  """Raises ValueError unless all lines but a cut last one were found."""
+def _spans(path: pathlib.Path) -> list[trace.Span]:
+  file = path / "spans.jsonl"
+  found = list(trace.read(file))
   count, is_cut = 0, False
   for line in segments.lines(file):
     if line.strip():
       count, is_cut = count + 1, not line.rstrip().endswith("}")
-  if count - is_cut > found:
+  if count - is_cut > len(found):
     raise ValueError(
-      f"--calibrate={file.parent}: {file.name} has a line without {what}"
+      f"--calibrate={path}: spans.jsonl has a line without a span"
     )
-
-
-def _spans(path: pathlib.Path) -> list[trace.Span]:
-  file = path / "spans.jsonl"
-  found = trace.read(file)
-  _check_lines(file, len(found), "a span")
   return found
 
 
@@ -276,10 +249,15 @@ def apply(
       f"--calibrate={path}: --kind={kind} must be a kind of the fleet: "
       f"{' or '.join(kinds)}"
     )
-  run = read(path)
-  measured = rates(run)
-  calibrated = _calibrated(kinds[kind], run, measured)
-  workloads = tuple(tasks(run))
+  try:
+    run = read(path)
+    measured = rates(run)
+    calibrated = _calibrated(kinds[kind], run, measured)
+    workloads = tuple(tasks(run))
+  except LookupError as error:
+    raise ValueError(
+      f"--calibrate={path}: events.jsonl has a line without {error}"
+    ) from error
   return dataclasses.replace(
     problem,
     fleet=dataclasses.replace(

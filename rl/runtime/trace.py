@@ -117,22 +117,18 @@ def _line(span: Span) -> str:
   return json.dumps({name: getattr(span, name) for name in names})
 
 
-@dataclasses.dataclass(frozen=True)
-class File:
-  """The spans of a file, read anew by each iteration, one at a time.
+def read(path: pathlib.Path, newest: int | None = None) -> Iterator[Span]:
+  """Yields the spans of a file.
 
-  Lines that are no spans are left out: a crash may have cut them. An iteration
-  raises `segments.Damaged` where a part of the file is missing.
+  Lines that are no spans are left out: a crash may have cut them.
+
+  Args:
+    newest: see `segments.lines`.
+
+  Raises:
+    Damaged: a part of the file is missing.
   """
-
-  path: pathlib.Path
-
-  def __iter__(self) -> Iterator[Span]:
-    return _spans(segments.lines(self.path))
-
-
-def _spans(lines: Iterable[str]) -> Iterator[Span]:
-  for line in lines:
+  for line in segments.lines(path, newest):
     with contextlib.suppress(ValueError, TypeError, RecursionError):
       yield Span(**json.loads(line))
 
@@ -142,14 +138,9 @@ def _last_end(path: pathlib.Path) -> float:
   last = 0.0
   # Spans are added when they end, so those of older segments end earlier.
   with contextlib.suppress(segments.Damaged):
-    for span in _spans(segments.lines(path, newest=1)):
+    for span in read(path, newest=1):
       last = max(last, span.end)
   return last
-
-
-def read(path: pathlib.Path) -> list[Span]:
-  """Returns the spans of a file; see `File`."""
-  return list(File(path))
 
 
 def busy(spans: Sequence[Span], track: str) -> list[Interval]:

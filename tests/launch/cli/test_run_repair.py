@@ -17,7 +17,7 @@ from rl.audit import event_log
 from rl.planning import calibration
 from rl.runtime import line_file, trace
 from rl.settings import overrides
-from tests.helpers import commands, damaged_runs
+from tests.helpers import commands, damaged_runs, planned_fleets
 
 ROWS = [{"round": i, "loss": 0.5} for i in range(1, 5)]
 EVENTS = [{"kind": "submitted", "t": float(i)} for i in range(4)]
@@ -83,9 +83,9 @@ def test_a_damaged_run_can_be_looked_at(damaged):
   # Errors that commands print.
   for read in (
     lambda: status_server.ask(run),
-    lambda: calibration.read(run),
+    lambda: calibration.apply(planned_fleets.question(), run, "quick"),
     lambda: list(event_log.LogFile(run / "events.jsonl")),
-    lambda: trace.read(run / "spans.jsonl"),
+    lambda: list(trace.read(run / "spans.jsonl")),
   ):
     with contextlib.suppress(OSError, ValueError):
       read()

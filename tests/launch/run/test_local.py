@@ -222,7 +222,7 @@ def test_engines_start_beside_the_warm_start_and_take_its_weights(
   ahead = functools.partial(engine_settings.EngineSettings, compile_ahead=True)
   tree = experiment(ahead, warm_start=warm, rounds=1, log_startup=True)
   assert local.train(tree, run_dir) == 0
-  spans = trace.read(run_dir / "spans.jsonl")
+  spans = list(trace.read(run_dir / "spans.jsonl"))
   steps = [span for span in spans if span.name == "warm start"]
   assert len(steps) == 40
   assert any(span.name == "warm up" for span in spans)

@@ -344,12 +344,12 @@ OTHER = json.dumps(overrides.to_json(placement.Placement()))
     (
       "events.jsonl",
       '{"t": 1.0, "kind": "turn"}',
-      "without group, attempt, index",
+      "without 'tokens'",
     ),
     (
       "events.jsonl",
       '{"t": 1.0, "kind": "update", "version": 3}',
-      "events.jsonl has a line without end",
+      "events.jsonl has a line without 'start'",
     ),
     (
       "spans.jsonl",
@@ -368,7 +368,7 @@ def test_records_that_lack_something_are_refused(
   text = (tmp_path / file).read_text() if file.endswith("l") else ""
   (tmp_path / file).write_text(f"{line}\n{text}")
   with pytest.raises(ValueError, match=f"--calibrate=.*{words}"):
-    calibration.read(tmp_path)
+    calibration.apply(planned_fleets.question(), tmp_path, "quick")
 
 
 @pytest.mark.process

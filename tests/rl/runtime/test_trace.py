@@ -80,7 +80,7 @@ def test_what_was_flushed_reads_back_and_only_the_rest_is_in_memory(tmp_path):
   recorder.flush()
   recorder.flush()
   recorder.add("decode", "step", recorder.origin + 1, recorder.origin + 2)
-  assert trace.read(path) == first
+  assert list(trace.read(path)) == first
   (rest,) = recorder.spans
   assert (rest.start, rest.end) == pytest.approx((1.0, 2.0))
 
@@ -101,7 +101,7 @@ def test_memory_is_flat_in_a_round_that_is_never_flushed(tmp_path):
     most = max(most, len(recorder.spans))
   assert most < 1000
   recorder.flush()
-  assert len(trace.read(tmp_path / "spans.jsonl")) == 3500
+  assert len(list(trace.read(tmp_path / "spans.jsonl"))) == 3500
 
 
 def test_times_are_of_the_clock_that_was_given():
@@ -190,7 +190,7 @@ def test_a_resumed_trace_goes_on_behind_its_file_and_survives_a_cut_line(
   now = time.monotonic()
   second.add("decode", "step", now, now + 1)
   second.flush()
-  spans = trace.read(path)
+  spans = list(trace.read(path))
   assert [s.start for s in spans] == pytest.approx([0, 5], abs=0.1)
 
 
@@ -215,7 +215,7 @@ def test_device_threads_lose_no_span(tmp_path):
   while any(thread.is_alive() for thread in threads):
     recorder.flush()
   recorder.flush()
-  assert len(trace.read(tmp_path / "spans.jsonl")) == 4 * 500
+  assert len(list(trace.read(tmp_path / "spans.jsonl"))) == 4 * 500
   assert recorder.spans == []
 
 
@@ -257,5 +257,5 @@ def test_a_trace_in_segments_reads_as_one_and_goes_on_behind_the_last(tmp_path):
     spans.add("learner", "update", end - 1.0, end)
     spans.flush()
   assert path.read_text() == ""
-  assert [span.end for span in trace.File(path)] == [1.0, 2.0, 3.0]
+  assert [span.end for span in trace.read(path)] == [1.0, 2.0, 3.0]
   assert trace.Trace(path, clock=lambda: 0.0).origin == -3.0

@@ -248,7 +248,7 @@ def test_a_run_with_a_directory_has_its_log_there_and_not_in_memory(tmp_path):
   record = simulate.simulate(simulated, run_dir=tmp_path, observer=observer)
   log = list(event_log.LogFile(tmp_path / "events.jsonl"))
   assert log == json.loads(json.dumps(kept.events))
-  assert trace.read(tmp_path / "spans.jsonl") == kept.spans
+  assert list(trace.read(tmp_path / "spans.jsonl")) == kept.spans
   assert (record.events, record.spans, record.served) == ([], [], {})
   # What has changed since the last update.
   assert [len(states) < 10 for states in record.states] == [True]
