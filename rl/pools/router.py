@@ -20,7 +20,7 @@ unanswered when it stopped go to another, or wait for one that will come back:
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -443,9 +443,15 @@ class Router:
 
   # Engines that stop and come back.
 
-  def _watched(self, number: int) -> "_Watched":
-    """Returns a `with` that marks the engine lost if it finds it stopped."""
-    return _Watched(self._lose_that, number, self._engines[number])
+  @contextlib.contextmanager
+  def _watched(self, number: int) -> Iterator[None]:
+    """Marks the engine lost if the body of a `with` finds it stopped."""
+    engine = self._engines[number]
+    try:
+      yield
+    except contract.EngineClosed as error:
+      self._lose_that(number, engine, str(error))
+      raise
 
   def _lose_that(
     self, number: int, engine: contract.DecodeEngine, reason: str
@@ -610,50 +616,6 @@ class Router:
       self._log.emit(kind, **fields)
 
 
-class _Watched:
-  """Calls `lose` when its body raises EngineClosed.
-
-  Entered in every turn, so not a generator.
-  """
-
-  __slots__ = ("_engine", "_lose", "_number")
-
-  def __init__(
-    self,
-    lose: Callable[[int, contract.DecodeEngine, str], None],
-    number: int,
-    engine: contract.DecodeEngine,
-  ):
-    self._lose = lose
-    self._number = number
-    self._engine = engine
-
-  def __enter__(self) -> None:
-    pass
-
-  def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-    if isinstance(error, contract.EngineClosed):
-      self._lose(self._number, self._engine, str(error))
-
-
-class _Asking:
-  """Has an entry of `aborted` in its body; not a generator, as `_Watched`."""
-
-  __slots__ = ("_aborted", "_name")
-
-  def __init__(self, aborted: dict[str, bool], name: str):
-    self._aborted = aborted
-    self._name = name
-
-  def __enter__(self) -> None:
-    if self._name in self._aborted:
-      raise ValueError(f"request {self._name} is already in flight")
-    self._aborted[self._name] = False
-
-  def __exit__(self, *error: object) -> None:
-    del self._aborted[self._name]
-
-
 class Aborts:
   """Remembers aborted requests, also while they move between engines.
 
@@ -664,13 +626,20 @@ class Aborts:
   def __init__(self):
     self._aborted: dict[str, bool] = {}
 
-  def asking(self, request_id: str) -> _Asking:
+  @contextlib.contextmanager
+  def asking(self, request_id: str) -> Iterator[None]:
     """Knows a request as in flight in the body of a `with`.
 
     Raises:
       ValueError: a request of this name is in flight; raised by the `with`.
     """
-    return _Asking(self._aborted, request_id)
+    if request_id in self._aborted:
+      raise ValueError(f"request {request_id} is already in flight")
+    self._aborted[request_id] = False
+    try:
+      yield
+    finally:
+      del self._aborted[request_id]
 
   def abort(self, request_id: str | None) -> None:
     """Marks a request as aborted; None marks all in flight.

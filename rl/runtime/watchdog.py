@@ -66,22 +66,6 @@ def table(waits: Iterable[Wait], now_s: float) -> str:
   )
 
 
-class _Tracked:
-  """Lists a wait while its body runs; entered often, so not a generator."""
-
-  __slots__ = ("_wait", "_waits")
-
-  def __init__(self, waits: set[Wait], wait: Wait):
-    self._waits = waits
-    self._wait = wait
-
-  def __enter__(self) -> None:
-    self._waits.add(self._wait)
-
-  def __exit__(self, *error: object) -> None:
-    self._waits.discard(self._wait)
-
-
 class _Deadline:
   """The deadline of one wait; cancels the body of its `with` when it passes.
 
@@ -243,14 +227,21 @@ class Watchdog:
     for deadline in self._renewable:
       deadline.renew(self._clock())
 
-  def track(self, *, owner: str, what: str, deadline_s: float) -> Listed:
+  @contextlib.contextmanager
+  def track(
+    self, *, owner: str, what: str, deadline_s: float
+  ) -> Iterator[None]:
     """Lists the body of a `with` in `dump`, and enforces nothing.
 
     For the many waits on which a guarded wait depends.
     """
     since_s = self._clock()
     wait = Wait(owner=owner, what=what, since_s=since_s, deadline_s=deadline_s)
-    return _Tracked(self._waits, wait)
+    self._waits.add(wait)
+    try:
+      yield
+    finally:
+      self._waits.discard(wait)
 
   def late(
     self, owner: str, what: str, deadline_s: float, work: asyncio.Future[Any]
