@@ -197,7 +197,7 @@ def check_host_memory(
 def build(
   experiment: experiment_lib.Experiment,
   run_dir: pathlib.Path | None = None,
-  report: Callable[[str], None] | None = None,
+  report: Callable[[str], None] = lambda text: None,
   gateway: agent_player.Gateway | None = None,
   clock: Callable[[], float] = time.monotonic,
 ) -> Parts:

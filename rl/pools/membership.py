@@ -40,15 +40,15 @@ class Membership:
     start_s: float,
     on_lost: Callable[[int, str], None],
     *,
-    watchdog: watchdog_lib.Watchdog | None = None,
-    report: Callable[[str], None] | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
+    report: Callable[[str], None] = lambda text: None,
   ):
     self._router = router
     self._publisher = publisher
     self._start_s = start_s
     self._on_lost = on_lost
     self._watchdog = watchdog
-    self._report = report or (lambda text: None)
+    self._report = report
     self._guests: set[int] = set()
     self._tasks: set[asyncio.Task[None]] = set()
     self._closed = False
@@ -149,11 +149,8 @@ class Membership:
   def _listed(
     self, number: int, what: str, deadline_s: float
   ) -> watchdog_lib.Listed:
-    return watchdog_lib.track(
-      self._watchdog,
-      owner=f"engine {number}",
-      what=what,
-      deadline_s=deadline_s,
+    return self._watchdog.track(
+      owner=f"engine {number}", what=what, deadline_s=deadline_s
     )
 
   def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:

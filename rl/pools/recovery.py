@@ -99,8 +99,8 @@ class Restarts:
     build: Callable[[int], contract.StartableEngine],
     log: event_log.EventLog,
     *,
-    watchdog: watchdog_lib.Watchdog | None = None,
-    report: Callable[[str], None] | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
+    report: Callable[[str], None] = lambda text: None,
     place_s: float = 0.0,
   ):
     self._settings = settings
@@ -110,7 +110,7 @@ class Restarts:
     self._build = build
     self._log = log
     self._watchdog = watchdog
-    self._report = report or (lambda text: None)
+    self._report = report
     self._failures: dict[int, int] = {}
     self._back_s: dict[int, float] = {}
     self._tasks: set[asyncio.Task[None]] = set()
@@ -141,8 +141,7 @@ class Restarts:
         wait_s=wait_s,
         reason=reason,
       )
-      with watchdog_lib.track(
-        self._watchdog,
+      with self._watchdog.track(
         owner=f"engine {number}",
         what=f"restart {failures} of {settings.attempts - 1}",
         deadline_s=wait_s + settings.start_s + self._place_s,

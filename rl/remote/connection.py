@@ -83,7 +83,7 @@ class Connection:
     serves: Mapping[str, Handler] | None = None,
     hears: Mapping[str, Callable[..., None]] | None = None,
     before_answering: Callable[[], None] = lambda: None,
-    watchdog: watchdog_lib.Watchdog | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
   ):
     self._socket = socket
     self._name = name
@@ -159,11 +159,10 @@ class Connection:
   async def _reply(
     self, replies: asyncio.Queue[tuple], method: str, deadline_s: float
   ) -> tuple:
-    listed = watchdog_lib.track(
-      self._watchdog, owner=self._name, what=method, deadline_s=deadline_s
-    )
     try:
-      with listed:
+      with self._watchdog.track(
+        owner=self._name, what=method, deadline_s=deadline_s
+      ):
         async with asyncio.timeout(
           None if deadline_s == float("inf") else deadline_s
         ):

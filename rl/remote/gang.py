@@ -58,7 +58,7 @@ class Gang:
     log_dir: pathlib.Path | None,
     *,
     deadline_s: float,
-    watchdog: watchdog_lib.Watchdog | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
     backend: backends.Backend,
   ):
     self._deadline_s = deadline_s
@@ -234,7 +234,7 @@ def of_learner(
   log_dir: pathlib.Path | None,
   *,
   deadline_s: float,
-  watchdog: watchdog_lib.Watchdog | None = None,
+  watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
 ) -> Gang:
   """Returns the processes of a learner, not started; see `Gang`."""
   count = place.learner_processes

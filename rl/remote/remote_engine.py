@@ -428,7 +428,7 @@ class RemoteEngines:
     run_dir: pathlib.Path | None,
     thread: mesh_thread.MeshThread,
     spans: trace.Trace,
-    watchdog: watchdog_lib.Watchdog | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
     *,
     backend: backends.Backend,
   ):

@@ -156,7 +156,7 @@ class Guest:
     self,
     socket: websockets_server.ServerConnection,
     pid: int,
-    watchdog: watchdog_lib.Watchdog | None,
+    watchdog: watchdog_lib.Watchdog,
   ):
     self.pid = pid
     self._socket = socket
@@ -229,7 +229,7 @@ class Workers:
   def __init__(
     self,
     log_dir: pathlib.Path | None,
-    watchdog: watchdog_lib.Watchdog | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
     backend: backends.Backend = _HERE,
   ):
     self._kept = None

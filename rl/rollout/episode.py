@@ -185,7 +185,7 @@ class _Guarded:
 
   environment: Any  # The source may have built nonsense.
   step_s: float
-  watchdog: watchdog_lib.Watchdog | None
+  watchdog: watchdog_lib.Watchdog
   owner: str
   late: set[asyncio.Task[None]]
   calls: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
@@ -433,7 +433,7 @@ async def play(
   chat: Chat,
   limits: Limits,
   partial: PartialTrajectory,
-  watchdog: watchdog_lib.Watchdog | None = None,
+  watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
   priority: tuple[int, ...] = (),
   closing: set[asyncio.Task[None]] | None = None,
   late: set[asyncio.Task[None]] | None = None,

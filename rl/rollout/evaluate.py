@@ -89,8 +89,7 @@ async def _play(
   player: group_rollout.Player, held_out: episode.Episode
 ) -> trajectory.Trajectory:
   graded = await player.play_alone(held_out)
-  if player.watchdog is not None:
-    player.watchdog.heartbeat()
+  player.watchdog.heartbeat()
   return graded
 
 

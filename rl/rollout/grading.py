@@ -110,7 +110,7 @@ class Graders:
     reward: base.Reward,
     retries: Retries | None = None,
     max_concurrent: int = 256,
-    watchdog: watchdog_lib.Watchdog | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
   ):
     refuse_stateful(reward)
     self._alone = base.alone(reward)
@@ -280,8 +280,7 @@ class Graders:
     start = time()
     self._count(waiting=1)
     try:
-      with watchdog_lib.track(
-        self._watchdog,
+      with self._watchdog.track(
         owner=owner,
         what="a place to be graded",
         # A call that holds a place ends within this time, unless it queues.

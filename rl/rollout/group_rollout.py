@@ -106,7 +106,7 @@ class Player:
   graders: grading_lib.Graders
   limits: Rollout
   log: event_log.EventLog
-  watchdog: watchdog_lib.Watchdog | None = None
+  watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD
   progress_timeout_s: float = math.inf
   priority: Callable[[int, int], tuple[int, ...]] = lambda group, index: (
     group,

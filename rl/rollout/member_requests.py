@@ -110,7 +110,7 @@ class MemberRequests:
     *,
     turns: Sequence[trajectory.Turn],
     past: Sequence[trajectory.Turn] = (),
-    watchdog: watchdog_lib.Watchdog | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
     progress_timeout_s: float = math.inf,
   ):
     self._router = router
@@ -302,8 +302,6 @@ class MemberRequests:
     return asyncio.get_running_loop().time()
 
   def _tracked(self, request: contract.DecodeRequest) -> watchdog_lib.Listed:
-    if self._watchdog is None:
-      return watchdog_lib.UNLISTED
     return self._watchdog.track(
       owner=f"episode {request.session}",
       what="an answer of the engine",

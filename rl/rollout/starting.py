@@ -14,7 +14,6 @@ source that is down costs faults, which are data, and not a storm of calls.
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable
@@ -100,7 +99,7 @@ class Starts:
   def __init__(
     self,
     settings: Starting | None = None,
-    watchdog: watchdog_lib.Watchdog | None = None,
+    watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
   ):
     self._settings = settings or Starting()
     self._watchdog = watchdog
@@ -184,13 +183,9 @@ class Starts:
     breaker.succeed()
     return found
 
-  def _listed(
-    self, owner: str, what: str
-  ) -> contextlib.AbstractContextManager[None]:
+  def _listed(self, owner: str, what: str) -> watchdog_lib.Listed:
     """Lists a wait, which ends by itself."""
-    return watchdog_lib.track(
-      self._watchdog, owner=owner, what=what, deadline_s=math.inf
-    )
+    return self._watchdog.track(owner=owner, what=what, deadline_s=math.inf)
 
   def forget(self) -> None:
     """Takes all sources for up; no start may be going on."""

@@ -56,7 +56,7 @@ async def guarded(
   call: Callable[[], Awaitable[Any]],
   deadline_s: float,
   what: str,
-  watchdog: watchdog_lib.Watchdog | None = None,
+  watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
   owner: str = "",
   of: str = "",
   late: set[asyncio.Task[Any]] | None = None,
@@ -81,11 +81,7 @@ async def guarded(
   loop = asyncio.get_running_loop()
   answer: asyncio.Future[_Outcome | None] = loop.create_future()
   deadline = _Deadline(answer, deadline_s)
-  with (
-    watchdog_lib.UNLISTED
-    if watchdog is None
-    else watchdog.track(owner=owner, what=what + of, deadline_s=deadline_s)
-  ):
+  with watchdog.track(owner=owner, what=what + of, deadline_s=deadline_s):
     outer = base.CLOCK.set(deadline)
     try:
       work = _begin(call, answer)
@@ -101,8 +97,7 @@ async def guarded(
           _leave_behind(work, set() if late is None else late)
   outcome = answer.result()
   if outcome is None:
-    if watchdog is not None:
-      watchdog.late(owner, what + of, deadline_s, work)
+    watchdog.late(owner, what + of, deadline_s, work)
     raise Fault(f"{what} took over {deadline_s:g} s")
   value, error = outcome
   if error is not None:

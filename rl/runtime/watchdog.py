@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 Listed = contextlib.AbstractContextManager[None]
-UNLISTED = contextlib.nullcontext()
-"""A wait that nobody lists."""
 _DEPTH = 8
 """Innermost calls of a stack that are told."""
 # Where threads of a pool, or of a mesh, stand while they have nothing to do.
@@ -109,15 +107,6 @@ class _Deadline:
     self._timeout.reschedule(-math.inf)
 
 
-def track(
-  watchdog: "Watchdog | None", *, owner: str, what: str, deadline_s: float
-) -> Listed:
-  """Lists the body of a `with` as `Watchdog.track` does, if there is one."""
-  if watchdog is None:
-    return UNLISTED
-  return watchdog.track(owner=owner, what=what, deadline_s=deadline_s)
-
-
 def stack(thread: int) -> str:
   """Returns the place where a thread is now, by its number."""
   frame = sys._current_frames().get(thread)
@@ -177,11 +166,11 @@ class Watchdog:
 
   def __init__(
     self,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
   ):
     self._clock = clock
-    self._report = report or (lambda text: None)
+    self._report = report
     self._waits: set[Wait] = set()
     self._renewable: set[_Deadline] = set()
     self._late: set[str] = set()
@@ -343,3 +332,7 @@ class Watchdog:
       f" {wait.what} (deadline {wait.deadline_s:.1f} s); waiting now:\n"
       f"{self.dump()}\n{busy_threads()}".rstrip()
     )
+
+
+UNHEARD = Watchdog()
+"""Lists waits that nobody asks for."""

@@ -9,6 +9,7 @@ from rl.audit import event_log
 from rl.pools import router
 from rl.rollout import grading, group_rollout
 from rl.runtime import virtual_clock
+from rl.runtime import watchdog as watchdog_lib
 from rl.testing import fakes, scripted_engine
 
 LIMITS = group_rollout.Rollout(
@@ -47,7 +48,9 @@ def engine(
   return kind(scripted_engine.one_of(words, word_chat.END), later_s, **settings)
 
 
-def player(source, served=None, reward=None, watchdog=None, **fields):
+def player(
+  source, served=None, reward=None, watchdog=watchdog_lib.UNHEARD, **fields
+):
   """Returns what plays on the running loop; its log has the loop's time."""
   log = event_log.EventLog(clock=asyncio.get_running_loop().time)
   fields = {"limits": LIMITS, **fields}

@@ -344,7 +344,7 @@ class Run:
       tasks=self.tasks,
       log=self.log,
       spans=self.spans,
-      watchdog=watchdog_lib.Watchdog(None),
+      watchdog=watchdog_lib.Watchdog(),
       observer=self.observer,
     )
 

@@ -223,7 +223,7 @@ class Pool(pools.Pool):
     settings=QUICK,
     build=pools.starting,
     count=2,
-    watchdog=None,
+    watchdog=watchdog_lib.UNHEARD,
     place_s=0.0,
     **routing,
   ):
