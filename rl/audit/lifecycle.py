@@ -295,8 +295,6 @@ class Lifecycle:
     attempt = self._open.get(place)
     if attempt is None:
       return self._begin(place, event)
-    if kind == "turn" and _take_turn(attempt, event):
-      return None
     if wrong := late(attempt, event):
       return Misplaced(_violation(attempt, event, wrong), ignored=True)
     wrong = early(attempt, event)
@@ -365,26 +363,6 @@ def _violation(
   return f"{attempt}{where}: {event['kind']} {wrong}"
 
 
-def _take_turn(attempt: AttemptRecord, event: event_log.Event) -> bool:
-  """Applies a turn that is neither late nor early, as most events are."""
-  member = attempt.members.get(event["index"])
-  if member is None or member.over or attempt.dropped:
-    return False
-  first_t, before = member.first_t, member.number
-  if first_t is None or event["t"] < first_t:
-    return False
-  if event["number"] != (0 if before is None else before + 1):
-    return False
-  _count_turn(member, event)
-  return True
-
-
-def _count_turn(member: MemberRecord, event: event_log.Event) -> None:
-  member.number = event["number"]
-  member.num_turns += 1
-  member.turn_tokens += event["tokens"]
-
-
 def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
   kind = event["kind"]
   if kind not in event_log.OF_MEMBER:
@@ -399,7 +377,9 @@ def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:
     member = attempt.members[event["index"]] = MemberRecord()
   match kind:  # Most are turns.
     case "turn":
-      _count_turn(member, event)
+      member.number = event["number"]
+      member.num_turns += 1
+      member.turn_tokens += event["tokens"]
     case "admitted":
       member.admitted_t = event["t"]
     case "continued":
