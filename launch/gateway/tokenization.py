@@ -33,7 +33,7 @@ def tokens(
   query = openai_requests.chat_query(asked)
   bounds.check_messages(query.messages)
   if prompts:
-    ids = messages.open_ids(chat, query.messages, query.tools)
+    ids = messages.encode(chat, query.messages, query.tools)
   elif isinstance(chat, messages.ToolChat):
     ids = chat.open(query.messages, query.tools, prompt=False)
   else:

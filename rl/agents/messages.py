@@ -93,48 +93,6 @@ def encoding() -> Iterator[None]:
     ) from error
 
 
-def open_ids(
-  chat: episode_lib.Chat,
-  messages: Sequence[base.Message],
-  tools: Sequence[Mapping[str, Any]] = (),
-) -> Int32[np.ndarray, " P"]:
-  """Returns the ids of a conversation; answers are encoded from their text.
-
-  Raises:
-    ValueError: the chat cannot encode it.
-  """
-  if isinstance(chat, ToolChat):
-    return chat.open(messages, tools)
-  if tools or any(message.tool_calls for message in messages):
-    raise ValueError(
-      "the chat template of this model has no tools; leave tools out"
-    )
-  pieces, unencoded, encode = [], [], chat.open
-  for message in messages:
-    if message.role != "assistant":
-      unencoded.append(message)
-      continue
-    pieces += [encode(unencoded), chat.encode_answer(message.content)]
-    unencoded, encode = [], chat.append
-  return np.concatenate([*pieces, encode(unencoded)])
-
-
-def append_ids(
-  chat: episode_lib.Chat,
-  messages: Sequence[base.Message],
-  sampled: Int32[np.ndarray, " T"],
-) -> Int32[np.ndarray, " P"]:
-  """Returns the ids of messages after `sampled`; none may be an answer.
-
-  Raises:
-    ValueError: the chat cannot encode them.
-  """
-  if not isinstance(chat, ToolChat):
-    return chat.append(messages)
-  ended = len(sampled) > 0 and int(sampled[-1]) in chat.stop_ids
-  return chat.append(messages, ended)
-
-
 def encode(
   chat: episode_lib.Chat,
   messages: Sequence[base.Message],
@@ -143,12 +101,31 @@ def encode(
 ) -> Int32[np.ndarray, " P"]:
   """Returns the ids of a conversation, or of messages after an answer.
 
+  Answers in a conversation are encoded from their text.
+
   Args:
-    sampled: the answer's ids; None: the messages are the conversation.
+    sampled: the answer's ids, after which no message may be an answer; None:
+      the messages are the conversation.
 
   Raises:
     ValueError: the chat cannot encode them.
   """
-  if sampled is None:
-    return open_ids(chat, messages, tools)
-  return append_ids(chat, messages, sampled)
+  if isinstance(chat, ToolChat):
+    if sampled is None:
+      return chat.open(messages, tools)
+    ended = len(sampled) > 0 and int(sampled[-1]) in chat.stop_ids
+    return chat.append(messages, ended)
+  if sampled is not None:
+    return chat.append(messages)
+  if tools or any(message.tool_calls for message in messages):
+    raise ValueError(
+      "the chat template of this model has no tools; leave tools out"
+    )
+  pieces, unencoded, add = [], [], chat.open
+  for message in messages:
+    if message.role != "assistant":
+      unencoded.append(message)
+      continue
+    pieces += [add(unencoded), chat.encode_answer(message.content)]
+    unencoded, add = [], chat.append
+  return np.concatenate([*pieces, add(unencoded)])
