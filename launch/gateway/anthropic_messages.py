@@ -69,13 +69,11 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _messages(message: Any, where: str) -> list[dict[str, Any]]:
   """Returns a message; the results of tools in it are messages of their own."""
-  message = _object(message, where)
+  message = json_fields.as_object(message, where)
   role = json_fields.get(message, "role", str, where=f"{where}.")
   if role not in ("user", "assistant"):
-    raise json_fields.BadRequest(
-      f"{where}.role={json_fields.shown(role)}: use user or assistant",
-      f"{where}.role",
-    )
+    why = f"={json_fields.shown(role)}: use user or assistant"
+    raise json_fields.wrong(f"{where}.role", why)
   blocks = json_fields.get(message, "content", (str, list), where=f"{where}.")
   if isinstance(blocks, str):
     return [{"role": role, "content": blocks}]
@@ -134,23 +132,19 @@ def _texts(content: Any, where: str) -> str:
   for i, block in enumerate(content):
     at = f"{where}[{i}]"
     if _kind(block, at) != "text":
-      raise json_fields.BadRequest(
-        f"{at} is of type {json_fields.shown(block['type'])}: only text is "
-        "supported here",
-        at,
-      )
+      kind = json_fields.shown(block["type"])
+      why = f" is of type {kind}: only text is supported here"
+      raise json_fields.wrong(at, why)
     texts.append(json_fields.get(block, "text", str, where=f"{at}."))
   return "".join(texts)
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
-  tool = _object(tool, where)
+  tool = json_fields.as_object(tool, where)
   if json_fields.get(tool, "type", str, "custom", f"{where}.") != "custom":
-    raise json_fields.BadRequest(
-      f"{where}.type={json_fields.shown(tool['type'])}: this server has no "
-      "tools of its own; send custom ones",
-      f"{where}.type",
-    )
+    why = f"={json_fields.shown(tool['type'])}: this server has no tools of "
+    why += "its own; send custom ones"
+    raise json_fields.wrong(f"{where}.type", why)
   function = {
     "name": json_fields.get(tool, "name", str, where=f"{where}."),
     "description": json_fields.get(tool, "description", str, "", f"{where}."),
@@ -169,24 +163,15 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
     name = json_fields.get(choice, "name", str, where="tool_choice.")
     return {"type": "function", "function": {"name": name}}
   if kind not in _CHOICES:
-    raise json_fields.BadRequest(
-      f"tool_choice.type={json_fields.shown(kind)}: use "
-      f"{', '.join(_CHOICES)} or tool",
-      "tool_choice.type",
-    )
+    why = f"={json_fields.shown(kind)}: use {', '.join(_CHOICES)} or tool"
+    raise json_fields.wrong("tool_choice.type", why)
   return _CHOICES[kind]
 
 
 def _kind(block: Any, where: str) -> str:
-  return json_fields.get(_object(block, where), "type", str, where=f"{where}.")
-
-
-def _object(data: Any, where: str) -> dict[str, Any]:
-  if not isinstance(data, dict):
-    raise json_fields.BadRequest(
-      f"{where} is a JSON {json_fields.kind_of(data)}; send an object", where
-    )
-  return data
+  return json_fields.get(
+    json_fields.as_object(block, where), "type", str, where=f"{where}."
+  )
 
 
 class MessageFormat:

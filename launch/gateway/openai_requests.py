@@ -130,9 +130,7 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
   refuse_others(body, {*_SAMPLING, *_CHAT})
   listed = json_fields.get(body, "messages", list)
   if not listed:
-    raise json_fields.BadRequest(
-      "messages is empty; send one at least", "messages"
-    )
+    raise json_fields.wrong("messages", " is empty; send one at least")
   _check_number(listed, MAX_MESSAGES, "messages")
   messages = tuple(_message(m, f"messages[{i}]") for i, m in enumerate(listed))
   listed = json_fields.get(body, "tools", list, [])
@@ -143,9 +141,8 @@ def chat_query(body: Mapping[str, Any]) -> ChatQuery:
   logprobs = json_fields.get(body, "logprobs", bool, False)
   top_logprobs = _num_top(body, "top_logprobs") or 0
   if top_logprobs and not logprobs:
-    raise json_fields.BadRequest(
-      f"top_logprobs={top_logprobs} needs logprobs=true", "top_logprobs"
-    )
+    why = f"={top_logprobs} needs logprobs=true"
+    raise json_fields.wrong("top_logprobs", why)
   limits = [
     json_fields.get(body, name, int, None)
     for name in ("max_completion_tokens", "max_tokens")
@@ -194,9 +191,8 @@ def ending(body: Mapping[str, Any]) -> session_tree.Ending:
   status = json_fields.get(body, "status", str, "completed")
   statuses = [status.value for status in trajectory.Status]
   if status not in statuses:
-    raise json_fields.BadRequest(
-      f"status={json_fields.shown(status)}: use {', '.join(statuses)}", "status"
-    )
+    why = f"={json_fields.shown(status)}: use {', '.join(statuses)}"
+    raise json_fields.wrong("status", why)
   try:
     return session_tree.Ending(
       status=trajectory.Status(status),
@@ -218,8 +214,8 @@ def _num_top(body: Mapping[str, Any], name: str) -> int | None:
   """Returns the number of tokens to list at each place; None if not given."""
   number = json_fields.get(body, name, int, None)
   if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
-    raise json_fields.BadRequest(
-      f"{name}={number} must be in [0, {MAX_TOP_LOGPROBS}]", name
+    raise json_fields.wrong(
+      name, f"={number} must be in [0, {MAX_TOP_LOGPROBS}]"
     )
   return number
 
@@ -233,14 +229,10 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
   is_list = isinstance(prompt, list) and len(prompt) > 0
   if is_list and all(json_fields.fits(x, int) for x in prompt):
     if not all(0 <= x < 2**31 for x in prompt):
-      raise json_fields.BadRequest(
-        "prompt holds an id outside [0, 2**31)", "prompt"
-      )
+      raise json_fields.wrong("prompt", " holds an id outside [0, 2**31)")
     return tuple(prompt)
-  raise json_fields.BadRequest(
-    f"prompt={json_fields.shown(prompt)}: send one text, or its ids",
-    "prompt",
-  )
+  why = f"={json_fields.shown(prompt)}: send one text, or its ids"
+  raise json_fields.wrong("prompt", why)
 
 
 def _sampling(
@@ -257,23 +249,19 @@ def _sampling(
     isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops
   )
   if not texts or len(stops) > MAX_STOPS:
-    raise json_fields.BadRequest(
-      f"stop={json_fields.shown(stops)}: send up to {MAX_STOPS} texts of up "
-      f"to {MAX_STOP_LENGTH} characters, none of them empty",
+    raise json_fields.wrong(
       "stop",
+      f"={json_fields.shown(stops)}: send up to {MAX_STOPS} texts of up "
+      f"to {MAX_STOP_LENGTH} characters, none of them empty",
     )
   choices = json_fields.get(body, "n", int, 1)
   if not 1 <= choices <= MAX_CHOICES:
-    raise json_fields.BadRequest(
-      f"n={choices} must be in [1, {MAX_CHOICES}]", "n"
-    )
+    raise json_fields.wrong("n", f"={choices} must be in [1, {MAX_CHOICES}]")
   top_k = json_fields.get(body, "top_k", int, 0)
   stream = json_fields.get(body, "stream", bool, False)
   options = json_fields.get(body, "stream_options", dict, {})
   if options and not stream:
-    raise json_fields.BadRequest(
-      "stream_options needs stream=true", "stream_options"
-    )
+    raise json_fields.wrong("stream_options", " needs stream=true")
   for name, value in options.items():
     if name != "include_usage" and value:
       raise _unsupported(f"stream_options.{name}", value)
@@ -307,27 +295,20 @@ def _bias(body: Mapping[str, Any]) -> dict[int, float]:
       or not json_fields.fits(value, float)
       or not -100 <= value <= 100
     ):
-      raise json_fields.BadRequest(
-        f"logit_bias={{{key!r}: {json_fields.shown(value)}}}: map ids to "
-        "numbers in [-100, 100]",
-        "logit_bias",
-      )
+      entry = f"{{{key!r}: {json_fields.shown(value)}}}"
+      why = f"={entry}: map ids to numbers in [-100, 100]"
+      raise json_fields.wrong("logit_bias", why)
     bias[index] = float(value)
   return bias
 
 
 def _message(data: Any, where: str) -> base.Message:
-  if not isinstance(data, dict):
-    raise json_fields.BadRequest(
-      f"{where} is a JSON {json_fields.kind_of(data)}; send an object", where
-    )
+  data = json_fields.as_object(data, where)
   role = data.get("role")
   if not isinstance(role, str) or role not in base.OPENAI_ROLES:
-    raise json_fields.BadRequest(
-      f"{where}.role={json_fields.shown(role)}: use "
-      f"{', '.join(base.OPENAI_ROLES)}",
-      f"{where}.role",
-    )
+    roles = ", ".join(base.OPENAI_ROLES)
+    why = f"={json_fields.shown(role)}: use {roles}"
+    raise json_fields.wrong(f"{where}.role", why)
   known = {"role", "content", "name", "tool_calls", "tool_call_id"}
   if role == "assistant":
     known |= {"reasoning_content"}
@@ -343,9 +324,7 @@ def _message(data: Any, where: str) -> base.Message:
   empty = "" if role == "assistant" else None
   text = json_fields.get(data, "content", (str, list), empty, f"{where}.")
   if text is None:
-    raise json_fields.BadRequest(
-      f"{where}.content is missing", f"{where}.content"
-    )
+    raise json_fields.wrong(f"{where}.content", " is missing")
   if isinstance(text, list):
     text = "".join(_part(part, f"{where}.content") for part in text)
   return base.Message(
@@ -364,10 +343,8 @@ def _part(part: Any, where: str) -> str:
   if (text := base.part_text(part)) is not None:
     return text
   kind = part.get("type") if isinstance(part, dict) else part
-  raise json_fields.BadRequest(
-    f"{where} holds {json_fields.shown(kind)}: only text parts are supported",
-    where,
-  )
+  why = f" holds {json_fields.shown(kind)}: only text parts are supported"
+  raise json_fields.wrong(where, why)
 
 
 def _call(data: Any, where: str) -> base.ToolCall:
@@ -388,11 +365,8 @@ def _tool(data: Any, where: str) -> Mapping[str, Any]:
   strict = json_fields.get(function, "strict", bool, False, where)
   if strict and parameters.get("type") != "object":
     kind = json_fields.shown(parameters.get("type"))
-    raise json_fields.BadRequest(
-      f"{where}parameters.type={kind}: arguments are an object; use "
-      '"object", or leave strict out',
-      f"{where}parameters",
-    )
+    why = f'.type={kind}: arguments are an object; use "object", or leave '
+    raise json_fields.wrong(f"{where}parameters", why + "strict out")
   return data
 
 
@@ -426,13 +400,9 @@ def _tool_choice(
     if choice.get("type") == "allowed_tools":
       return _allowed_tools(choice, tools)
   words = "'auto', 'none', 'required', allowed_tools or one function"
-  why = f"is unknown; use {words}"
-  raise json_fields.BadRequest(
-    f"tool_choice={json_fields.shown(choice)} "
-    + ("needs tools" if choice == "required" else why),
-    "tool_choice",
-    "unsupported_value",
-  )
+  why = "needs tools" if choice == "required" else f"is unknown; use {words}"
+  why = f"={json_fields.shown(choice)} {why}"
+  raise json_fields.wrong("tool_choice", why, "unsupported_value")
 
 
 def _allowed_tools(
@@ -442,16 +412,12 @@ def _allowed_tools(
   allowed = json_fields.get(choice, "allowed_tools", dict, where="tool_choice.")
   mode = json_fields.get(allowed, "mode", str, where=f"{where}.")
   if mode not in ("auto", "required"):
-    raise json_fields.BadRequest(
-      f"{where}.mode={json_fields.shown(mode)}: use auto or required",
-      f"{where}.mode",
-    )
+    why = f"={json_fields.shown(mode)}: use auto or required"
+    raise json_fields.wrong(f"{where}.mode", why)
   listed = json_fields.get(allowed, "tools", list, where=f"{where}.")
   if not listed:
-    raise json_fields.BadRequest(
-      f"{where}.tools is empty; name one or more, or use tool_choice='none'",
-      f"{where}.tools",
-    )
+    why = " is empty; name one or more, or use tool_choice='none'"
+    raise json_fields.wrong(f"{where}.tools", why)
   places = {_place(tool, f"{where}.tools", tools) for tool in listed}
   return _ToolChoice(sorted(places), forced=mode == "required")
 
@@ -516,12 +482,8 @@ def _content_schema(
   if kind == "json_object":
     return answer_grammar.ANY_OBJECT
   if kind != "json_schema":
-    raise json_fields.BadRequest(
-      f"{where}.type={json_fields.shown(kind)}: use text, json_object or "
-      "json_schema",
-      f"{where}.type",
-      "unsupported_value",
-    )
+    why = f"={json_fields.shown(kind)}: use text, json_object or json_schema"
+    raise json_fields.wrong(f"{where}.type", why, "unsupported_value")
   inner = json_fields.get(response_format, kind, dict, where=f"{where}.")
   where = f"{where}.{kind}."
   json_fields.get(inner, "strict", bool, False, where)
@@ -535,18 +497,15 @@ def _name(
   """Returns a name or an id, which is short; see `json_fields.get`."""
   found = json_fields.get(data, name, str, *default, where=where)
   if found is not None and len(found) > MAX_NAME:
-    raise json_fields.BadRequest(
-      f"{where}{name} has {len(found)} characters; use {MAX_NAME} or fewer",
-      f"{where}{name}",
-    )
+    why = f" has {len(found)} characters; use {MAX_NAME} or fewer"
+    raise json_fields.wrong(f"{where}{name}", why)
   return found
 
 
 def _check_number(given: Sized, most: int, name: str) -> None:
   if len(given) > most:
-    raise json_fields.BadRequest(
-      f"{name} has {len(given)} entries; send {most} or fewer", name
-    )
+    why = f" has {len(given)} entries; send {most} or fewer"
+    raise json_fields.wrong(name, why)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -558,9 +517,7 @@ def _function(data: Any, where: str, supported: str) -> Mapping[str, Any]:
   """Returns the function of a call, or of a tool."""
   function = data.get("function") if isinstance(data, dict) else None
   if not isinstance(function, dict) or data.get("type") != "function":
-    raise json_fields.BadRequest(
-      f"{where}: only {supported} are supported", where
-    )
+    raise json_fields.wrong(where, f": only {supported} are supported")
   return function
 
 
@@ -585,16 +542,12 @@ def refuse_others(body: Mapping[str, Any], known: set[str]) -> None:
 def _unsupported(
   name: str, value: Any, why: str = "is not supported"
 ) -> json_fields.BadRequest:
-  return json_fields.BadRequest(
-    f"{name}={json_fields.shown(value)} {why}; leave it out",
-    name,
-    "unsupported_parameter",
-  )
+  why = f"={json_fields.shown(value)} {why}; leave it out"
+  return json_fields.wrong(name, why, "unsupported_parameter")
 
 
 def _unknown(name: str, known: Iterable[str]) -> json_fields.BadRequest:
   name = json_fields.cut(name, MAX_NAME)
   hint = _nearest(name, list(known))
-  return json_fields.BadRequest(
-    f"{name} is unknown to this server{hint}", name, "unknown_parameter"
-  )
+  why = f" is unknown to this server{hint}"
+  return json_fields.wrong(name, why, "unknown_parameter")

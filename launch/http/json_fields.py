@@ -41,6 +41,11 @@ class BadRequest(ValueError):
     self.status = status
 
 
+def wrong(name: str, what: str, code: str | None = None) -> BadRequest:
+  """Returns the refusal of a field, whose name begins the message."""
+  return BadRequest(f"{name}{what}", name, code)
+
+
 def loads(body: bytes) -> dict[str, Any]:
   """Returns a JSON object.
 
@@ -82,16 +87,20 @@ def get(
   value = body.get(name)
   if value is None:
     if default is _MISSING:
-      raise BadRequest(f"{where}{name} is missing", f"{where}{name}")
+      raise wrong(f"{where}{name}", " is missing")
     return default
   if not fits(value, kind):
     kinds = kind if isinstance(kind, tuple) else (kind,)
     names = " or ".join(_NAMES[k] for k in kinds)
-    raise BadRequest(
-      f"{where}{name}={shown(value)} must be of type {names}",
-      f"{where}{name}",
-    )
+    raise wrong(f"{where}{name}", f"={shown(value)} must be of type {names}")
   return float(value) if kind is float else value
+
+
+def as_object(data: Any, where: str) -> dict[str, Any]:
+  """Returns data that must be a JSON object; else raises BadRequest."""
+  if not isinstance(data, dict):
+    raise wrong(where, f" is a JSON {kind_of(data)}; send an object")
+  return data
 
 
 def fits(value: Any, kind: Any) -> bool:
