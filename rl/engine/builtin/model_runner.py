@@ -5,7 +5,7 @@ that each sees the effects of those before.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -91,35 +91,14 @@ class ModelRunner:
       )
       for chunks in all_chunks
     }
-    # A function of its own, or all engines would share one count.
-    self._copy: Any = jax.jit(
-      functools.partial(kv_cache.copy),
-      donate_argnums=0,
-      out_shardings=self._pages,
-    )
+    self._copy = _in_place(kv_cache.copy, self._pages)
     self._gather: Any = jax.jit(
       functools.partial(kv_cache.gather), out_shardings=self._pages
     )
-    self._scatter: Any = jax.jit(
-      functools.partial(kv_cache.scatter),
-      donate_argnums=0,
-      out_shardings=self._pages,
-    )
-    self._set_bias: Any = jax.jit(
-      lambda biases, row, bias: biases.at[row].set(bias),
-      donate_argnums=0,
-      out_shardings=self._whole,
-    )
-    self._set_masks: Any = jax.jit(
-      functools.partial(_with_masks),
-      donate_argnums=0,
-      out_shardings=self._whole,
-    )
-    self._set_history: Any = jax.jit(
-      functools.partial(decode_step.set_history),
-      donate_argnums=0,
-      out_shardings=self._whole,
-    )
+    self._scatter = _in_place(kv_cache.scatter, self._pages)
+    self._set_bias = _in_place(_with_bias, self._whole)
+    self._set_masks = _in_place(_with_masks, self._whole)
+    self._set_history = _in_place(decode_step.set_history, self._whole)
     self._layout = layout
 
   @property
@@ -300,6 +279,21 @@ class ModelRunner:
     others = [self._copy, self._set_bias, self._set_masks, self._set_history]
     programs = [*self._programs.values(), *others, self._gather, self._scatter]
     return sum(program._cache_size() for program in programs)
+
+
+def _in_place(
+  function: Callable[..., Any], place: jax.sharding.Sharding
+) -> Any:
+  """Returns a program that takes the memory of its first argument."""
+  # A function of its own, or all engines would share one count.
+  own = functools.partial(function)
+  return jax.jit(own, donate_argnums=0, out_shardings=place)
+
+
+def _with_bias(
+  biases: Float32[Array, "slots V"], row: Int32[Array, ""], bias: Array
+) -> Float32[Array, "slots V"]:
+  return biases.at[row].set(bias)
 
 
 def _with_masks(
