@@ -66,9 +66,12 @@ def main() -> None:
       problem: problem_lib.Planning, candidate: search.Candidate
     ) -> search.ChoiceEstimate:
       shown.phase(f"simulating {_name(candidate.choice)}")
-      return search.estimate(problem, candidate)
+      found = search.estimate(problem, candidate)
+      step = f"{_short(found.result.step_s)} s a step"
+      log_line.tell(f"simulated {_name(candidate.choice)}: {step}")
+      return found
 
-    plan = search.best_of(problem, waiting, refused, _log, estimated)
+    plan = search.best_of(problem, waiting, refused, estimated)
   show(plan, problem, sys.stdout)
   if base is not None and _OUT.value is not None:
     write(plan, problem, base, _BASE.value or "", pathlib.Path(_OUT.value))
@@ -151,11 +154,6 @@ def _fits(
     return known[key]
 
   return misfit
-
-
-def _log(one: search.ChoiceEstimate) -> None:
-  step = f"{_short(one.result.step_s)} s a step"
-  log_line.tell(f"simulated {_name(one.choice)}: {step}")
 
 
 def _name(choice: problem_lib.FleetChoice) -> str:

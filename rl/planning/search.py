@@ -102,7 +102,6 @@ def best_of(
   problem: problem_lib.Planning,
   waiting: Sequence[Candidate],
   refused: Mapping[str, int],
-  on_estimate: Callable[[ChoiceEstimate], None] = lambda estimate: None,
   estimated: Estimated | None = None,
 ) -> FleetPlan:
   """Returns the best of all candidates, after simulating all that could be.
@@ -123,9 +122,13 @@ def best_of(
       complete = False
       break
     estimates.append((estimated or estimate)(problem, candidate))
-    on_estimate(estimates[-1])
     best = min(estimates, key=lambda one: _rank(problem, one))
-  return _plan(problem, estimates, waiting, refused, complete)
+  return FleetPlan(
+    estimates=sorted(estimates, key=lambda one: _rank(problem, one)),
+    choices=len(waiting),
+    refused=refused,
+    complete=complete,
+  )
 
 
 def fitting(
@@ -328,18 +331,3 @@ def _rank(
   problem: problem_lib.Planning, one: ChoiceEstimate
 ) -> tuple[float, ...]:
   return (*one.key, problem.cost(one.choice))
-
-
-def _plan(
-  problem: problem_lib.Planning,
-  estimates: Iterable[ChoiceEstimate],
-  waiting: Sequence[Candidate],
-  refused: Mapping[str, int],
-  complete: bool,
-) -> FleetPlan:
-  return FleetPlan(
-    estimates=sorted(estimates, key=lambda one: _rank(problem, one)),
-    choices=len(waiting),
-    refused=refused,
-    complete=complete,
-  )
