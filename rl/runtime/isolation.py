@@ -117,16 +117,6 @@ class _Deadline:
   A `base.CallClock`.
   """
 
-  __slots__ = (
-    "_answer",
-    "_due_s",
-    "_held",
-    "_is_set",
-    "_loop",
-    "_timer",
-    "_waiting",
-  )
-
   def __init__(self, answer: asyncio.Future[_Outcome | None], seconds: float):
     self._answer = answer
     self._loop = answer.get_loop()

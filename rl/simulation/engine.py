@@ -33,22 +33,6 @@ class SimulatedEngine:
     elsewhere: encodes contexts; None: this engine does.
   """
 
-  # `isinstance` with a protocol reads the `__dict__` of an object, which makes
-  # every later look-up in it slow. Slots stay quick.
-  __slots__ = (
-    "_answer_tokens",
-    "_changed",
-    "_closed",
-    "_jobs",
-    "_processor",
-    "_timer",
-    "_timer_s",
-    "_updates",
-    "capabilities",
-    "params",
-    "speed",
-  )
-
   def __init__(
     self,
     speed: simulated_processor.Speed,

@@ -143,43 +143,6 @@ class Processor:
     stood_s: seconds of "publish".
   """
 
-  # Its methods run at every event, and CPython is quick with at most 29
-  # attributes of a class without slots.
-  __slots__ = (
-    "_activity",
-    "_cached",
-    "_cached_tokens",
-    "_close",
-    "_close_prefill",
-    "_coming",
-    "_decode",
-    "_elsewhere",
-    "_encoded",
-    "_numbers",
-    "_paused",
-    "_prefill",
-    "_queued",
-    "_reserved",
-    "_service",
-    "_stands",
-    "_tau_s",
-    "_waiting",
-    "decoding",
-    "graded",
-    "hits",
-    "hold",
-    "now_s",
-    "prefilled",
-    "running",
-    "sampled",
-    "served",
-    "sessions",
-    "speed",
-    "states",
-    "stood_s",
-    "version",
-  )
-
   def __init__(
     self, speed: Speed, elsewhere: prefill_pool.PrefillQueue | None = None
   ):

@@ -260,19 +260,6 @@ class _Environment:
     thread: that it shares with all others.
   """
 
-  # As of `SimulatedEngine`.
-  __slots__ = (
-    "_draws",
-    "_hosts",
-    "_left",
-    "_member",
-    "_place",
-    "_play",
-    "_steps",
-    "_thread",
-    "admit",
-  )
-
   def __init__(
     self,
     draws: workload_lib.Draws,
