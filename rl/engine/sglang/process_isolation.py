@@ -15,7 +15,7 @@ import random
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -29,6 +29,7 @@ _COMPILATION = (
   "jax_persistent_cache_min_compile_time_secs",
   "jax_persistent_cache_min_entry_size_bytes",
 )
+_PLATFORMS = "JAX_PLATFORMS"
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
 _SIGNALS = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM, signal.SIGINT)
 
@@ -48,13 +49,28 @@ def contained(platform: str) -> Iterator[None]:
     raise RuntimeError(
       "sglang-jax handles signals when it starts; start it in the main thread"
     )
+  root, tracker = logging.getLogger(), resource_tracker._resource_tracker
   with contextlib.ExitStack() as undo:
-    for put_back in _PARTS:
-      undo.callback(put_back())
-    undo.callback(_attribute(threading, "_register_atexit"))
-    undo.callback(_attribute(resource_tracker._resource_tracker, "_fd"))
-    undo.callback(_variable("JAX_PLATFORMS"))
-    os.environ["JAX_PLATFORMS"] = platform
+    for number in _SIGNALS:
+      handler = signal.getsignal(number)
+      undo.callback(signal.signal, number, handler or signal.SIG_DFL)
+    policy = asyncio.get_event_loop_policy()
+    undo.callback(asyncio.set_event_loop_policy, policy)
+    undo.callback(setattr, root, "handlers", [*root.handlers])
+    undo.callback(root.setLevel, root.level)
+    undo.callback(random.setstate, random.getstate())
+    undo.callback(np.random.set_state, np.random.get_state())
+    for kind in _LIMITS:
+      undo.callback(resource.setrlimit, kind, resource.getrlimit(kind))
+    for name in _COMPILATION:
+      undo.callback(jax.config.update, name, getattr(jax.config, name))
+    for owner, name in ((threading, "_register_atexit"), (tracker, "_fd")):
+      undo.callback(setattr, owner, name, getattr(owner, name))
+    if (platforms := os.environ.get(_PLATFORMS)) is None:
+      undo.callback(os.environ.pop, _PLATFORMS, None)
+    else:
+      undo.callback(os.environ.__setitem__, _PLATFORMS, platforms)
+    os.environ[_PLATFORMS] = platform
     yield
 
 
@@ -74,79 +90,3 @@ def close_sockets(owner: Any, kind: type) -> None:
   for value in list(vars(owner).values()):
     if isinstance(value, kind):
       value.context.destroy(linger=0)
-
-
-def _signals() -> Callable[[], None]:
-  before = {number: signal.getsignal(number) for number in _SIGNALS}
-
-  def put_back() -> None:
-    for number, handler in before.items():
-      signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-  return put_back
-
-
-def _event_loops() -> Callable[[], None]:
-  policy = asyncio.get_event_loop_policy()
-  return lambda: asyncio.set_event_loop_policy(policy)
-
-
-def _logging() -> Callable[[], None]:
-  root = logging.getLogger()
-  handlers, level = list(root.handlers), root.level
-
-  def put_back() -> None:
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-  return put_back
-
-
-def _numbers() -> Callable[[], None]:
-  ours, numpys = random.getstate(), np.random.get_state()
-
-  def put_back() -> None:
-    random.setstate(ours)
-    np.random.set_state(numpys)
-
-  return put_back
-
-
-def _limits() -> Callable[[], None]:
-  before = {kind: resource.getrlimit(kind) for kind in _LIMITS}
-
-  def put_back() -> None:
-    for kind, limits in before.items():
-      resource.setrlimit(kind, limits)
-
-  return put_back
-
-
-def _compilation() -> Callable[[], None]:
-  before = {name: getattr(jax.config, name) for name in _COMPILATION}
-
-  def put_back() -> None:
-    for name, value in before.items():
-      jax.config.update(name, value)
-
-  return put_back
-
-
-def _attribute(owner: Any, name: str) -> Callable[[], None]:
-  value = getattr(owner, name)
-  return lambda: setattr(owner, name, value)
-
-
-def _variable(name: str) -> Callable[[], None]:
-  value = os.environ.get(name)
-
-  def put_back() -> None:
-    if value is None:
-      os.environ.pop(name, None)
-    else:
-      os.environ[name] = value
-
-  return put_back
-
-
-_PARTS = (_signals, _event_loops, _logging, _numbers, _limits, _compilation)
