@@ -281,20 +281,10 @@ def checked_environment(built: Any) -> Any:
 
 def checked_messages(messages: object, what: str) -> list[base.Message]:
   """Returns valid messages, or raises Fault."""
-  if not isinstance(messages, (list, Sequence)):  # The common case first.
+  if not isinstance(messages, Sequence):
     raise Fault(f"{what} returned {_kind(messages)}, not a list of messages")
-  if type(messages) is list:  # Which runs no code of the user's.
-    said = messages.copy()
-  else:
-    said = contained(list, f"{what} returned messages, which", messages)
+  said = contained(list, f"{what} returned messages, which", messages)
   for message in said:
-    if (
-      type(message) is base.Message
-      and type(message.content) is str
-      and type(message.role) is str
-      and message.role in _ROLES
-    ):
-      continue  # The common case.
     if not isinstance(message, base.Message):
       raise Fault(f"{what} returned {_kind(message)} in place of a Message")
     texts = isinstance(message.role, str) and isinstance(message.content, str)
