@@ -178,14 +178,15 @@ class DispatchedEngine(engine.BuiltinEngine):
       dispatches.layout,
       typing.cast(mesh_thread.MeshThread, self._mesh),
       dataclasses.replace(settings.capabilities(model), vocab_size=_IDS),
-      min_copied_ids=settings.min_copied_ids,
-      # Polled from the clock, which would never move without any.
-      batching_delay_s=max(settings.batching_delay_s, _LEAST_DELAY_S),
-      bias_slots=0,
-      num_drafts=0,
-      draft_rows=settings.speculative_rows,
-      record_experts=False,
-      compile_ahead=False,
+      dataclasses.replace(
+        settings,
+        # Polled from the clock, which would never move without any.
+        batching_delay_s=max(settings.batching_delay_s, _LEAST_DELAY_S),
+        bias_slots=0,
+        speculative_tokens=0,
+        record_experts=False,
+        compile_ahead=False,
+      ),
     )
 
   def _accept(

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int32
@@ -40,6 +41,9 @@ from rl.engine.builtin import request as request_lib
 from rl.runtime import checksum as checksum_lib
 from rl.runtime import mesh_thread
 
+if TYPE_CHECKING:
+  from rl.engine.builtin import settings as engine_settings
+
 _CLOSE_S = 5.0
 _MAX_IN_FLIGHT = 2
 """Dispatches at once: one runs, one waits behind it."""
@@ -53,9 +57,6 @@ class BuiltinEngine:
 
   Args:
     thread: of the pool's mesh; the caller closes it.
-    min_copied_ids, batching_delay_s, bias_slots, record_experts, compile_ahead:
-      see `settings.EngineSettings`, which builds engines.
-    num_drafts, draft_rows: `speculative_tokens` and `speculative_rows` there.
   """
 
   def __init__(
@@ -65,38 +66,29 @@ class BuiltinEngine:
     layout: sharding.Layout,
     thread: mesh_thread.MeshThread,
     capabilities: contract.Capabilities,
-    *,
-    min_copied_ids: int,
-    batching_delay_s: float,
-    bias_slots: int,
-    num_drafts: int,
-    draft_rows: int,
-    record_experts: bool,
-    compile_ahead: bool,
+    settings: "engine_settings.EngineSettings",
   ):
     self.capabilities = capabilities
     self._shapes = shapes
-    self._batching_delay_s = batching_delay_s
-    self._compile_ahead = compile_ahead
+    self._batching_delay_s = settings.batching_delay_s
+    self._compile_ahead = settings.compile_ahead
     self._compiled: set[tuple[model_runner.Shape, bool]] = set()
     self._thread = thread
     self._runner = model_runner.ModelRunner(
       config,
       shapes,
       layout,
-      bias_slots=bias_slots,
-      record_experts=record_experts,
-      num_drafts=num_drafts,
-      draft_rows=draft_rows,
+      record_experts=settings.record_experts,
+      **settings.extras._asdict(),
     )
     self._new_queue = functools.partial(
       request_queue.RequestQueue,
       config,
       shapes,
-      min_copied_ids=min_copied_ids,
-      bias_slots=bias_slots,
-      record_experts=record_experts,
-      drafts=num_drafts > 0,
+      min_copied_ids=settings.min_copied_ids,
+      bias_slots=settings.bias_slots,
+      record_experts=settings.record_experts,
+      drafts=settings.speculative_tokens > 0,
     )
     self._new_scheduler = functools.partial(
       scheduler.Scheduler,
