@@ -31,59 +31,6 @@ class Deadlock(RuntimeError):
   """The clock stands still: no timer is left, or new ones are due at once."""
 
 
-class _Handle(asyncio.Handle):
-  """A callback of `EventLoop`: asyncio's own, which nobody debugs."""
-
-  __slots__ = ()
-  _repr = _source_traceback = None
-
-  def __init__(
-    self,
-    callback: Callable[..., object],
-    args: Sequence[Any],
-    loop: "EventLoop",
-    context: contextvars.Context | None,
-  ):
-    self._callback = callback
-    self._args = args
-    self._loop = loop
-    self._context = context or contextvars.copy_context()
-    self._cancelled = False
-
-
-class _Timer(asyncio.TimerHandle):
-  """A timer of `EventLoop`: asyncio's own, without its calls of `super`."""
-
-  __slots__ = ()
-  _repr = _source_traceback = None
-
-  def __init__(
-    self,
-    when: float,
-    callback: Callable[..., object],
-    args: Sequence[Any],
-    loop: "EventLoop",
-    context: contextvars.Context | None,
-  ):
-    self._when = when
-    self._callback = callback
-    self._args = args
-    self._loop = loop
-    self._context = context or contextvars.copy_context()
-    self._cancelled = False
-    self._scheduled = True
-
-  def cancel(self) -> None:
-    if not self._cancelled:
-      self._cancelled = True
-      self._callback, self._args = _nothing, ()
-      self._loop._timer_cancelled_count += self._scheduled
-
-
-def _nothing() -> None:
-  """Takes the place of a callback that was cancelled."""
-
-
 class EventLoop(asyncio.SelectorEventLoop):
   """An event loop that begins at time 0 and never sleeps.
 
@@ -105,9 +52,6 @@ class EventLoop(asyncio.SelectorEventLoop):
     self._timers: list[_Entry] = []
     self._last_timers: collections.deque[_Entry] = collections.deque()
     self._timer_cancelled_count = 0
-    # asyncio asks at every callback; a call of a builtin costs next to nothing.
-    loop: Any = self
-    loop.get_debug = bool
 
   def time(self) -> float:
     """Returns virtual seconds since the loop was made."""
@@ -121,25 +65,14 @@ class EventLoop(asyncio.SelectorEventLoop):
     context: contextvars.Context | None = None,
   ) -> asyncio.TimerHandle:
     """Returns the timer of a callback; see `asyncio.AbstractEventLoop`."""
-    timer = _Timer(when, callback, args, self, context)
+    timer = asyncio.TimerHandle(when, callback, args, self, context)
+    timer._scheduled = True
     last = self._last_timers
     if not last or when >= last[-1][0]:
       last.append((when, timer))
     else:
       heapq.heappush(self._timers, (when, timer))
     return timer
-
-  def call_soon(
-    self,
-    callback: Callable[..., object],
-    *args: Any,
-    context: contextvars.Context | None = None,
-  ) -> asyncio.Handle:
-    """Returns the handle of a callback; see `asyncio.AbstractEventLoop`."""
-    loop: Any = self
-    handle = _Handle(callback, args, self, context)
-    loop._ready.append(handle)
-    return handle
 
   def _run_once(self) -> None:
     """Runs what is ready, or what the next timer makes ready, until stopped.
@@ -165,14 +98,8 @@ class EventLoop(asyncio.SelectorEventLoop):
       # No more than these: callbacks that they add come after the next timers.
       for _ in range(len(ready)):
         handle = ready.popleft()
-        if handle._cancelled:
-          continue
-        try:
-          handle._context.run(handle._callback, *handle._args)
-        except (SystemExit, KeyboardInterrupt):
-          raise
-        except BaseException as error:
-          _report(self, handle, error)
+        if not handle._cancelled:
+          handle._run()
       if loop._stopping:
         return
 
@@ -220,15 +147,6 @@ class EventLoop(asyncio.SelectorEventLoop):
       timers.extend(kept)
     heapq.heapify(self._timers)
     self._timer_cancelled_count = 0
-
-
-def _report(
-  loop: EventLoop, handle: asyncio.Handle, error: BaseException
-) -> None:
-  """Hands the exception of a callback to the loop, as asyncio does."""
-  message = f"Exception in callback {handle!r}"
-  context = {"message": message, "exception": error, "handle": handle}
-  loop.call_exception_handler(context)
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:
