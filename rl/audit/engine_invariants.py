@@ -8,6 +8,7 @@ from rl.audit import event_log, invariant, lifecycle
 
 _WHOLE = ("staged", *event_log.OF_SWITCH)
 _ANY = "any"
+_name = lifecycle.name_of
 
 
 class SwitchesEnclosed(invariant.Invariant):
@@ -147,7 +148,7 @@ class ServedVersions(invariant.Invariant):
     engine, version = event["engine"], event["version"]
     if version != self._serves(engine):
       self.report(
-        f"{_member(event)}: admitted at version {version} by engine {engine}, "
+        f"{_name(event)}: admitted at version {version} by engine {engine}, "
         f"which serves {self._serves(engine)}"
       )
     served = self._serves(engine)
@@ -171,7 +172,7 @@ class ServedVersions(invariant.Invariant):
     low, high = play.first, self._serves(play.engine)
     if not low <= event["version"] <= high:
       self.report(
-        f"{_member(event)}: its first token is of version {event['version']}; "
+        f"{_name(event)}: its first token is of version {event['version']}; "
         f"its engine served {low} to {high}"
       )
 
@@ -190,7 +191,7 @@ class ServedVersions(invariant.Invariant):
     if (play := self._plays.pop(event_log.member(event), None)) is None:
       return
     if violation := _impossible(event["versions"], play.turns):
-      self.report(f"{_member(event)}: {violation}")
+      self.report(f"{_name(event)}: {violation}")
 
   _on_aborted = _on_ended
 
@@ -268,7 +269,7 @@ class LostEngines(invariant.Invariant):
   def _on_admitted(self, event: event_log.Event) -> None:
     self._homes[event_log.member(event)] = event["engine"]
     if event["engine"] in self._lost:
-      self.report(f"{_member(event)}: admitted by an engine that is lost")
+      self.report(f"{_name(event)}: admitted by an engine that is lost")
 
   def _on_moved(self, event: event_log.Event) -> None:
     place, engine = _place(event["session"]), event["engine"]
@@ -354,10 +355,10 @@ class Members(invariant.Invariant):
     engine = event["engine"]
     self._homes[event_log.member(event)] = engine
     if engine in self._left_t:
-      self.report(f"{_member(event)}: admitted by an engine that has left")
+      self.report(f"{_name(event)}: admitted by an engine that has left")
     elif engine in self._leaving and (able := self._serving & self._decoding):
       self.report(
-        f"{_member(event)}: admitted by engine {engine}, which is to leave, "
+        f"{_name(event)}: admitted by engine {engine}, which is to leave, "
         f"although engine {min(able)} serves"
       )
     elif engine not in self._leaving | self._lost:
@@ -378,9 +379,7 @@ class Members(invariant.Invariant):
     engine = self._homes.get(event_log.member(event), -1)
     left_t = self._left_t.get(engine, math.inf)
     if event["t"] > left_t + invariant.ROUNDING_S:
-      self.report(
-        f"{_member(event)}: its first token is of an engine that left"
-      )
+      self.report(f"{_name(event)}: its first token is of an engine that left")
 
   def _on_ended(self, event: event_log.Event) -> None:
     self._homes.pop(event_log.member(event), None)
@@ -484,11 +483,6 @@ def _place(session: str) -> tuple[int, int, int]:
   except ValueError:
     return -1, -1, -1  # Nobody's that is trained.
   return group, attempt, index
-
-
-def _member(event: event_log.Event) -> str:
-  where = lifecycle.name(event["group"], event["attempt"])
-  return f"{where} member {event['index']}"
 
 
 INVARIANTS = (

@@ -153,6 +153,12 @@ def name(group: int, attempt: int) -> str:
   return f"group {group}" + (f" attempt {attempt}" if attempt else "")
 
 
+def name_of(event: event_log.Event) -> str:
+  """Returns `name` of an event, with " member 2" if it has one."""
+  member = f" member {event['index']}" if "index" in event else ""
+  return name(event["group"], event["attempt"]) + member
+
+
 def late(attempt: AttemptRecord, event: event_log.Event) -> str:
   """Returns why an event is late or a repetition; "" when it is neither."""
   kind = event["kind"]
@@ -296,16 +302,16 @@ class Lifecycle:
     if attempt is None:
       return self._begin(place, event)
     if wrong := late(attempt, event):
-      return Misplaced(_violation(attempt, event, wrong), ignored=True)
+      return Misplaced(f"{name_of(event)}: {kind} {wrong}", ignored=True)
     wrong = early(attempt, event)
     _apply(attempt, event)
     if kind in _ENDS:
       attempt.ended_at = self._version
     if attempt.trained or attempt.dropped:
       self._close(place, attempt)
-    return (
-      Misplaced(_violation(attempt, event, wrong), False) if wrong else None
-    )
+    if wrong:
+      return Misplaced(f"{name_of(event)}: {kind} {wrong}", ignored=False)
+    return None
 
   def _begin(
     self, place: tuple[int, int], event: event_log.Event
@@ -354,13 +360,6 @@ class Lifecycle:
     for attempt in self._open.values():
       if not (attempt.trained or attempt.dropped):
         attempt.open_at = version
-
-
-def _violation(
-  attempt: AttemptRecord, event: event_log.Event, wrong: str
-) -> str:
-  where = f" member {event['index']}" if "index" in event else ""
-  return f"{attempt}{where}: {event['kind']} {wrong}"
 
 
 def _apply(attempt: AttemptRecord, event: event_log.Event) -> None:

@@ -8,6 +8,7 @@ from rl.data import trajectory
 from rl.schedule import overlap
 
 _STATUSES = frozenset(status.value for status in trajectory.Status)
+_name = lifecycle.name_of
 
 
 class KnownWords(invariant.Invariant):
@@ -19,7 +20,7 @@ class KnownWords(invariant.Invariant):
   def _on_ended(self, event: event_log.Event) -> None:
     if event["status"] not in _STATUSES:
       self.report(
-        f"{_member(event)}: ended with unknown status {event['status']!r}"
+        f"{_name(event)}: ended with unknown status {event['status']!r}"
       )
 
   _on_fault = _on_ended
@@ -112,16 +113,16 @@ class PublishedVersions(invariant.Invariant):
   _on_published = _on_engine_back = _on_engine_joined = _on_switched
 
   def _on_submitted(self, event: event_log.Event) -> None:
-    self._compare(f"{_attempt(event)}: {event['kind']} at", event["version"])
+    self._compare(f"{_name(event)}: {event['kind']} at", event["version"])
 
   _on_ready = _on_dropped = _on_submitted
 
   def _on_admitted(self, event: event_log.Event) -> None:
-    self._compare(f"{_member(event)}: admitted at", event["version"])
+    self._compare(f"{_name(event)}: admitted at", event["version"])
 
   def _on_ended(self, event: event_log.Event) -> None:
     newest = max((version for version, _ in event["versions"]), default=0)
-    self._compare(f"{_member(event)}: sampled by", newest)
+    self._compare(f"{_name(event)}: sampled by", newest)
 
   _on_aborted = _on_ended
 
@@ -130,14 +131,6 @@ class PublishedVersions(invariant.Invariant):
       self.report(
         f"{use} version {version}, which is not published; {self._newest} is"
       )
-
-
-def _member(event: event_log.Event) -> str:
-  return f"{_attempt(event)} member {event['index']}"
-
-
-def _attempt(event: event_log.Event) -> str:
-  return lifecycle.name(event["group"], event["attempt"])
 
 
 @dataclasses.dataclass
