@@ -328,9 +328,7 @@ class ScriptedEngine:
       contract.check_version(version, self.version)
       if self.params is not None:  # The first weights may have any form.
         contract.check_same_tree(self.params, params)
-      able = sorted(self.capabilities.in_flight)
-      if in_flight not in able:
-        raise ValueError(f"in_flight={in_flight}: this engine can only {able}")
+      contract.check_in_flight(in_flight, self.capabilities)
       try:
         if in_flight == "drain":
           self._turn(self._paused, "drain")

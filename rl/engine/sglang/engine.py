@@ -242,11 +242,7 @@ class SglangEngine:
     async with self._updating:
       self._check_open()
       contract.check_version(version, self._version)
-      if in_flight not in self.capabilities.in_flight:
-        raise ValueError(
-          f"in_flight={in_flight!r} is unknown; use one of "
-          f"{', '.join(sorted(self.capabilities.in_flight))}"
-        )
+      contract.check_in_flight(in_flight, self.capabilities)
       contract.check_same_tree(self._shapes, params)
       leaves, checksum = await self._thread.run(
         "convert", self._convert, params

@@ -186,7 +186,7 @@ async def test_an_update_that_fails_or_is_cancelled_leaves_the_old_version():
   refused: list[tuple[int, int, contract.InFlight, str]] = [
     (1, 2, "drain", "version 1 is not above the served 1"),
     (2, 3, "drain", "expected"),
-    (2, 2, "keep_kv", "in_flight=keep_kv: this engine can only ['drain']"),
+    (2, 2, "keep_kv", "in_flight='keep_kv'; use drain"),
   ]
   for version, shape, mode, words in refused:
     params = {"w": np.zeros(shape)}
