@@ -156,7 +156,8 @@ def _title(name: str, spec: placement.MeshSpec) -> str:
   sizes = " x ".join(
     f"{axis} {getattr(spec, axis)}" for axis in sharding.MESH_AXES
   )
-  return f"placement.{name}: {_plural(spec.size, 'device')}, {sizes}"
+  devices = f"{spec.size:,} device{'s' * (spec.size != 1)}"
+  return f"placement.{name}: {devices}, {sizes}"
 
 
 def _parameters(
@@ -201,7 +202,3 @@ def _count(number: int) -> str:
     if round(number / scale, 3) >= 1:
       return f"{number / scale:.3g} {unit}"
   return f"{number:,}"
-
-
-def _plural(number: int, noun: str) -> str:
-  return f"{number:,} {noun}{'s' * (number != 1)}"
