@@ -99,16 +99,11 @@ def _rounds(numbers: Sequence[float]) -> str:
   return f"{'rounds' if len(numbers) > 1 else 'round'} {listed}{more}"
 
 
-def _column(rows: run_files.Rows, key: str) -> list[float]:
-  return [x for row in rows if (x := row.get(key)) is not None]
-
-
 def _course(
   rows: run_files.Rows, key: str, label: str, form: str, what: str
 ) -> Tile | None:
   """Returns the start and end values of a metric."""
-  values = _column(rows, key)
-  if not values:
+  if not (values := run_files.column(rows, key)):
     return None
   many = max(1, len(values) // 10)
   first, last = values[:many], values[-many:]
@@ -121,8 +116,7 @@ def _largest(
   rows: run_files.Rows, key: str, label: str, form: str, what: str
 ) -> Tile | None:
   """Returns the mean of a metric, and its largest."""
-  values = _column(rows, key)
-  if not values:
+  if not (values := run_files.column(rows, key)):
     return None
   mean = form.format(sum(values) / len(values))
   return label, mean, f"{what}; in a round at most {form.format(max(values))}"
@@ -151,8 +145,8 @@ def _kl_to_sampler(rows: run_files.Rows) -> Tile | None:
 
 
 def _zero_variance(rows: run_files.Rows) -> Tile | None:
-  parts = _column(rows, "zero_variance_groups")
-  groups = sum(_column(rows, "groups"))
+  parts = run_files.column(rows, "zero_variance_groups")
+  groups = sum(run_files.column(rows, "groups"))
   if not parts or not groups:
     return None
   note = f"{sum(parts):,.0f} of {groups:,.0f} groups taught nothing"
@@ -160,8 +154,7 @@ def _zero_variance(rows: run_files.Rows) -> Tile | None:
 
 
 def _skipped(rows: run_files.Rows) -> Tile | None:
-  values = _column(rows, "skipped_updates")
-  if not values:
+  if not (values := run_files.column(rows, "skipped_updates")):
     return None
   hit = sum(1 for x in values if x)
   note = f"in {hit:,} of {len(values):,} rounds" if hit else "all were finite"

@@ -8,8 +8,8 @@ parts on top.
 """
 
 import dataclasses
+import functools
 import itertools
-import os
 import pathlib
 import statistics
 import sys
@@ -159,8 +159,7 @@ def _verdict(
     notes.append(f"{error}.")
     return None
   if not is_there:
-    lack = "no file" if os.path.lexists(log) else "missing"
-    notes.append(f"{log.name} is {lack}.")
+    notes.append(f"{log.name} is {run_files.lack(log)}.")
     return None
   schedule, group_size = None, 0
   try:
@@ -177,8 +176,7 @@ def _verdict(
 def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcomes on top of the page."""
 
-  def column(key: str) -> list[float]:
-    return [x for row in run.metrics if (x := row.get(key)) is not None]
+  column = functools.partial(run_files.column, run.metrics)
 
   def median(key: str) -> str:
     values = column(key)

@@ -54,7 +54,7 @@ def lines(
   """
   try:
     if not segments.exists(path):
-      notes.append(f"{path.name} is {_lack(path)}.")
+      notes.append(f"{path.name} is {lack(path)}.")
       return
     gone = segments.deleted(path)
   except segments.Damaged as error:
@@ -103,6 +103,11 @@ def numbered(
   return dict(sorted(rows.items()))
 
 
+def column(rows: Rows, key: str) -> list[Any]:
+  """Returns the values of a field, of the rows that have one."""
+  return [x for row in rows if (x := row.get(key)) is not None]
+
+
 def settings(path: pathlib.Path) -> dict[str, Any]:
   """Returns the config.json of a run as plain data, none of which is run.
 
@@ -125,7 +130,8 @@ def settings(path: pathlib.Path) -> dict[str, Any]:
   return found
 
 
-def _lack(path: pathlib.Path) -> str:
+def lack(path: pathlib.Path) -> str:
+  """Returns why there is no file of lines: "missing", or "no file"."""
   return "no file" if os.path.lexists(path) else "missing"
 
 
