@@ -657,20 +657,13 @@ class Aborts:
     return self._aborted[request_id]
 
 
-class Signal:
+class Signal(asyncio.Event):
   """Wakes all current waiters; each then checks its own condition."""
-
-  def __init__(self):
-    self._event = asyncio.Event()
-
-  async def wait(self) -> None:
-    """Returns at the next `fire`."""
-    await self._event.wait()
 
   def fire(self) -> None:
     """Wakes those who wait now, and none who come later."""
-    self._event.set()
-    self._event = asyncio.Event()
+    self.set()
+    self.clear()
 
 
 def unsent(asked_s: float) -> contract.Completion:
