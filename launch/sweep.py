@@ -539,7 +539,8 @@ class Sweep:
     if code == 0 or run.note or self._number:
       self._report_ended()
       return
-    why = run.process.reason or "see log.txt"
+    where = run.process.place and f"on {run.process.place}, "
+    why = run.process.reason or f"{where}see log.txt"
     if not run.process.reason and (error := run.last_error()):
       why += f": {error}"
     self._on_failure(run, code, why)

@@ -183,6 +183,7 @@ class _AddressedProcess(followed.Followed):
         raise followed.NotPlaced("it was ended before it had a place")
       for told in lines.take(_LOOK_S):
         if "pid" in told:
+          self.place = name
           self._begun.set()
         if "refused" in told and told.get("full"):
           return str(told["refused"])

@@ -60,6 +60,11 @@ class Started(Protocol):
     """The cause, if a backend could not start it or has lost it, or ""."""
     ...
 
+  @property
+  def place(self) -> str:
+    """The host that runs it, once one does; "" for this one."""
+    ...
+
   def code(self) -> int | None:
     """Returns its exit code, minus the number of a signal; None while it runs.
 

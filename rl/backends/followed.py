@@ -21,12 +21,12 @@ class Followed(abc.ABC):
 
   Attributes:
     program: that is run.
-    reason: see `contract.Started`.
+    reason, place: see `contract.Started`.
   """
 
   def __init__(self, program: contract.Program):
     self.program = program
-    self.reason = ""
+    self.reason = self.place = ""
     self._code: int | None = None
     self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     self._killed = threading.Event()

@@ -62,8 +62,10 @@ class LocalProcess:
 
   Attributes:
     pid: number of its process, None if it could not be started.
-    reason: see `contract.Started`.
+    reason, place: see `contract.Started`.
   """
+
+  place = ""
 
   def __init__(self, program: contract.Program):
     self.reason = ""

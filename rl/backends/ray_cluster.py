@@ -126,6 +126,12 @@ class Holder:
     self._process.close()
     os._exit(1)
 
+  def place(self) -> str:
+    """Returns the address of its host."""
+    import ray  # pyright: ignore[reportMissingImports]
+
+    return ray.util.get_node_ip_address()
+
   def poll(self, signals: Sequence[int]) -> tuple[bytes, int | None, str]:
     """Passes signals on; returns new output, code and reason."""
     for number in signals:
@@ -181,6 +187,7 @@ class _RayProcess(followed.Followed):
     try:
       first = actor.poll.remote(())
       self._wait_for_place(ray, first)
+      self.place = ray.get(actor.place.remote(), timeout=_ANSWER_S)
       self._begun.set()
       return self._poll(ray, actor, first)
     except ray.exceptions.RayError as error:

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -87,6 +88,9 @@ class SpooledProcess(followed.Followed):
     beat_s = ended_s = time.monotonic()
     for number in itertools.count():
       time.sleep(_LOOK_S)
+      if place := _text(directory / "began"):
+        self.place = place
+        self._begun.set()
       if (code := _read_code(directory)) is not None:
         return code
       now = time.monotonic()
@@ -100,8 +104,6 @@ class SpooledProcess(followed.Followed):
         ended_s = now
       elif self._killed.is_set() or now > ended_s + _LOST_S:
         raise followed.NotPlaced(f"{job.describe()}, and it has told no code")
-      if not self._begun.is_set() and (directory / "began").exists():
-        self._begun.set()
       if self._killed.is_set() and not self._begun.is_set():
         raise followed.NotPlaced(
           f"it was ended before it had a place; {job.describe()}"
@@ -132,7 +134,7 @@ def run(directory: str) -> int:
   if (code := _read_code(folder)) is not None:
     return code  # Of a job that was put back into the queue while it ended.
   told: dict[str, Any] = json.loads((folder / "job.json").read_text())
-  (folder / "began").touch()
+  (folder / "began").write_text(socket.gethostname())
   program = host.read_program(told["program"], pathlib.Path(told["log"]))
   process = local.LocalProcess(program)
 

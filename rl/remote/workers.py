@@ -81,7 +81,8 @@ def _check_code(name: str, code: str) -> None:
   """Raises ValueError unless a process runs this version of the code."""
   if code != code_version():
     raise ValueError(
-      f"{name} runs version {code} of the code, not {code_version()}"
+      f"{name} runs version {code} of the code, not {code_version()}; use the "
+      "same checkout"
     )
 
 
@@ -131,7 +132,8 @@ class Worker:
       found = "\n".join(["ends:", *lines]) if lines else "is empty"
     except FileNotFoundError:
       found = "is gone"
-    return f"{self.name} {state}; its log, {self._log}, {found}"
+    where = self._process.place and f" on {self._process.place}"
+    return f"{self.name}{where} {state}; its log, {self._log}, {found}"
 
   async def end(self, gently: bool) -> None:
     """Ends it, after a while if it may end by itself until then."""
@@ -148,6 +150,9 @@ class Worker:
 class Guest:
   """A process that others have started, and that asks for work.
 
+  Args:
+    name: of the process and its host.
+
   Attributes:
     pid: number of the process.
   """
@@ -155,10 +160,12 @@ class Guest:
   def __init__(
     self,
     socket: websockets_server.ServerConnection,
+    name: str,
     pid: int,
     watchdog: watchdog_lib.Watchdog,
   ):
     self.pid = pid
+    self._name = name
     self._socket = socket
     self._watchdog = watchdog
     self._running: asyncio.Task[None] | None = None
@@ -187,7 +194,7 @@ class Guest:
 
   def last_words(self) -> str:
     """Returns how it ended."""
-    return f"process {self.pid}, which had joined, has ended or was cut off"
+    return f"{self._name}, which had joined, has ended or was cut off"
 
   async def refuse(self, reason: str) -> None:
     """Ends its connection as a failure."""
@@ -355,8 +362,9 @@ class Workers:
           _check_code(name, code)
           await self._serve_child(socket, self._expected[name], name)
         case {"join": str(pool), "code": str(code), "pid": int(pid)}:
-          _check_code(f"process {pid}", code)
-          self._admit(pool, Guest(socket, pid, self._watchdog))
+          guest = f"process {pid} on {socket.remote_address[0]}"
+          _check_code(guest, code)
+          self._admit(pool, Guest(socket, guest, pid, self._watchdog))
           await socket.wait_closed()
         case _:
           raise wire.Malformed("no worker of this name is expected")
@@ -410,7 +418,7 @@ async def connect(
     return await _ask(address, token, {"name": name}, _ANSWER_S)
   except (OSError, websockets.WebSocketException) as error:
     raise NotStarted(
-      f"{name} cannot join the run at {address}: {error}"
+      f"{name} cannot join the run at {address}: {_reason(error) or error}"
     ) from error
 
 
@@ -432,8 +440,8 @@ async def join(
   except OSError as error:
     raise Refused(f"nothing answers at {address}: the run has ended") from error
   except websockets.ConnectionClosed as error:
-    why = error.rcvd.reason if error.rcvd is not None else ""
-    raise Refused(f"the run refuses: {why or 'it has ended'}") from error
+    why = _reason(error) or "it has ended"
+    raise Refused(f"the run refuses: {why}") from error
   except websockets.WebSocketException as error:
     if _is_unauthorized(error):
       raise Refused(
@@ -441,6 +449,13 @@ async def join(
         "or it is another run"
       ) from error
     raise Refused(f"no run answers at {address}: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+  """Returns the reason with which the other side has closed a connection."""
+  if isinstance(error, websockets.ConnectionClosed) and error.rcvd is not None:
+    return error.rcvd.reason
+  return ""
 
 
 def _is_unauthorized(error: websockets.WebSocketException) -> bool:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rl.backends import contract
+from rl.backends import contract, local
 from tests.helpers import backends_under_test as under_test
 
 pytestmark = pytest.mark.process
@@ -71,13 +71,14 @@ sys.exit(3)
   assert not process.reason
 
 
-def test_a_signal_reaches_it(launcher, tmp_path):
+def test_it_has_a_place_and_a_signal_reaches_it(launcher, tmp_path):
   program = under_test.scripted(tmp_path, "waits", WAITS)
   process = launcher.start(program)
   pid_of(program)
   assert process.code() is None
   process.signal(signal.SIGINT)
   assert under_test.ended(process) == 7
+  assert bool(process.place) == (not isinstance(process, local.LocalProcess))
   process.signal(signal.SIGINT)  # It has ended, and that is no error.
 
 

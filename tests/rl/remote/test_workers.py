@@ -93,7 +93,7 @@ def test_a_worker_that_is_refused_says_so_in_words():
     ),
     (
       wire.pack({"join": "decode", "code": "older", "pid": 3}),
-      "process 3 runs version older of the code, not",
+      "process 3 on 127.0.0.1 runs version older of the code, not",
     ),
     (
       wire.pack({"join": "decode", "code": workers.code_version()}),
@@ -180,7 +180,7 @@ def test_a_guest_that_is_gone_before_it_has_a_task_does_not_start():
       await socket.send(wire.pack(hello))
       _, guest = await guests.get()
     with pytest.raises(
-      workers.NotStarted, match="process 3, which had joined, has ended"
+      workers.NotStarted, match=r"process 3 on 127.* has ended"
     ):
       await guest.start("engine 7", "a task", hears={})
 
@@ -252,13 +252,14 @@ def test_a_start_that_is_cancelled_as_its_process_connects_ends_it():
 def test_a_log_without_last_words_is_told(tmp_path):
   class Ended:
     reason = ""
+    place = "10.0.0.2:7000"
 
     def code(self):
       return -9
 
   log = tmp_path / "engine_0.log"
   worker = workers.Worker("engine 0", cast(Any, Ended()), log)
-  start = f"engine 0 ended with code -9; its log, {log}, "
+  start = f"engine 0 on 10.0.0.2:7000 ended with code -9; its log, {log}, "
   assert worker.last_words() == start + "is gone"
   log.touch()
   assert worker.last_words() == start + "is empty"
