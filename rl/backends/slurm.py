@@ -139,8 +139,10 @@ class _Job:
     self._job = job
 
   def ended(self) -> bool:
-    # To submitit every such job comes back, as some clusters have it.
-    return bool(self._job.done()) or self._job.state == "PREEMPTED"
+    # To submitit every job that is preempted comes back, as some clusters have
+    # it, and none that is suspended.
+    is_done, state = self._job.done(), self._job.state
+    return state == "PREEMPTED" or (is_done and state != "SUSPENDED")
 
   def describe(self) -> str:
     return f"job {self._job.job_id} of Slurm is {self._job.state}"

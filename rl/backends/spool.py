@@ -86,6 +86,7 @@ class SpooledProcess(followed.Followed):
 
   def _watch(self, directory: pathlib.Path, job: QueuedJob) -> int:
     beat_s = ended_s = time.monotonic()
+    has_ended = False
     for number in itertools.count():
       time.sleep(_LOOK_S)
       if place := _text(directory / "began"):
@@ -100,7 +101,9 @@ class SpooledProcess(followed.Followed):
       with (directory / "signals").open("a") as file:
         file.writelines(f"{number}\n" for number in self._taken())
       # A job that has ended has told its code, but disks may show it late.
-      if number % 10 or not job.ended():
+      if not number % 10:
+        has_ended = job.ended()
+      if not has_ended:
         ended_s = now
       elif self._killed.is_set() or now > ended_s + _LOST_S:
         raise followed.NotPlaced(f"{job.describe()}, and it has told no code")

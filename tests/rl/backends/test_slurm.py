@@ -1,6 +1,7 @@
 """What is asked of Slurm for a program."""
 
 import os
+import types
 
 import pytest
 
@@ -32,3 +33,17 @@ def test_a_job_of_slurm_knows_nothing_of_the_job_that_asks_for_it(
   slurm._SlurmLauncher(Executor(), tmp_path, "", 1)._submit(tmp_path)
   assert not [name for name in seen[0] if name.startswith("SLURM_")]
   assert os.environ["SLURM_MEM_PER_CPU"] == "1000"
+
+
+@pytest.mark.parametrize(
+  ("done", "state", "ended"),
+  [
+    (True, "OUT_OF_MEMORY", True),
+    (False, "PREEMPTED", True),
+    (True, "SUSPENDED", False),
+    (False, "RUNNING", False),
+  ],
+)
+def test_a_job_that_is_suspended_has_not_ended(done, state, ended):
+  job = types.SimpleNamespace(done=lambda: done, state=state)
+  assert slurm._Job(job).ended() is ended

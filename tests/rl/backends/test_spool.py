@@ -58,7 +58,8 @@ def test_a_queue_that_ends_a_job_hangs_up_and_starts_it_no_second_time(
 def test_a_program_whose_job_never_begins_says_what_the_queue_does(
   tmp_path, monkeypatch, state
 ):
-  monkeypatch.setattr(spool, "_LOST_S", 0.1)
+  # Longer than the time between two looks at the directory.
+  monkeypatch.setattr(spool, "_LOST_S", 0.5)
   program = under_test.scripted(tmp_path, "waits", WAITS)
   never_begins = types.SimpleNamespace(
     job_id=12,
