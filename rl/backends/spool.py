@@ -27,6 +27,8 @@ _LOOK_S = 0.1
 _BEAT_S = 1.0
 _LOST_S = 30.0
 _END_S = 30.0
+_KILL_S = 10.0
+"""Within the wait of `followed.Followed.close`."""
 
 
 class QueuedJob(Protocol):
@@ -85,7 +87,7 @@ class SpooledProcess(followed.Followed):
       raise
 
   def _watch(self, directory: pathlib.Path, job: QueuedJob) -> int:
-    beat_s = ended_s = time.monotonic()
+    beat_s = ended_s = killed_s = time.monotonic()
     has_ended = False
     for number in itertools.count():
       time.sleep(_LOOK_S)
@@ -107,10 +109,15 @@ class SpooledProcess(followed.Followed):
         ended_s = now
       elif self._killed.is_set() or now > ended_s + _LOST_S:
         raise followed.NotPlaced(f"{job.describe()}, and it has told no code")
-      if self._killed.is_set() and not self._begun.is_set():
+      if not self._killed.is_set():
+        killed_s = now
+      elif not self._begun.is_set():
         raise followed.NotPlaced(
           f"it was ended before it had a place; {job.describe()}"
         )
+      # Its host is lost, or the queue has put its job back for another one.
+      elif now > killed_s + _KILL_S:
+        raise followed.NotPlaced(f"it was ended; {job.describe()}")
     raise AssertionError
 
 

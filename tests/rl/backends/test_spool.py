@@ -22,6 +22,30 @@ sys.exit(7)
 """
 
 
+def queued(tmp_path, state="PENDING", began=False):
+  """Returns a program whose job a queue has in a state, and does not run.
+
+  And a list, of which the job gets an item when it is cancelled.
+  """
+  cancelled = []
+  job = types.SimpleNamespace(
+    job_id=12,
+    state=state,
+    done=lambda: state == "OUT_OF_MEMORY",
+    cancel=lambda check: cancelled.append(check),
+  )
+
+  def submit(directory):
+    if began:
+      (directory / "began").write_text("a host")
+    return slurm._Job(job)
+
+  program = under_test.scripted(tmp_path, "waits", WAITS)
+  folder = tmp_path / "jobs"
+  process = spool.SpooledProcess(program, folder, under_test.DEADLINE_S, submit)
+  return process, cancelled
+
+
 def job(program, folder) -> subprocess.Popen:
   """Starts what a queue runs for a program."""
   folder.mkdir(exist_ok=True)
@@ -60,21 +84,21 @@ def test_a_program_whose_job_never_begins_says_what_the_queue_does(
 ):
   # Longer than the time between two looks at the directory.
   monkeypatch.setattr(spool, "_LOST_S", 0.5)
-  program = under_test.scripted(tmp_path, "waits", WAITS)
-  never_begins = types.SimpleNamespace(
-    job_id=12,
-    state=state,
-    done=lambda: state == "OUT_OF_MEMORY",
-    cancel=lambda check: None,
-  )
-  process = spool.SpooledProcess(
-    program,
-    tmp_path / "jobs",
-    under_test.DEADLINE_S,
-    lambda _: slurm._Job(never_begins),
-  )
+  process, _ = queued(tmp_path, state)
   process.begin()
   if state == "PENDING":
     process.kill()
   assert under_test.ended(process) == contract.NEVER_RAN
   assert f"job 12 of Slurm is {state}" in process.reason
+
+
+def test_a_job_that_was_put_back_leaves_the_queue_with_a_kill(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(spool, "_KILL_S", 0.1)
+  process, cancelled = queued(tmp_path, began=True)
+  process.begin()
+  process.kill()
+  assert under_test.ended(process) == contract.NEVER_RAN
+  assert process.reason == "it was ended; job 12 of Slurm is PENDING"
+  assert cancelled
