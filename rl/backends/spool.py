@@ -27,6 +27,8 @@ _LOOK_S = 0.1
 _BEAT_S = 1.0
 _LOST_S = 30.0
 _END_S = 30.0
+_SKEW_S = 300.0
+"""Longest difference of two hosts' clocks; Slurm's keys allow no more."""
 _KILL_S = 10.0
 """Within the wait of `followed.Followed.close`."""
 
@@ -144,6 +146,15 @@ def run(directory: str) -> int:
   if (code := _read_code(folder)) is not None:
     return code  # Of a job that was put back into the queue while it ended.
   told: dict[str, Any] = json.loads((folder / "job.json").read_text())
+  # Empty while it is written.
+  silent_s = time.time() - float(_text(folder / "beat") or "inf")
+  if silent_s > told["silence_s"] + _SKEW_S:
+    log_line.tell(
+      f"nobody has waited for this program for {silent_s:.0f} s, by the clock "
+      "of this host",
+      sys.stdout,
+    )
+    return contract.NEVER_RAN
   (folder / "began").write_text(socket.gethostname())
   program = host.read_program(told["program"], pathlib.Path(told["log"]))
   process = local.LocalProcess(program)

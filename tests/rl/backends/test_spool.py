@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -76,6 +77,16 @@ def test_a_queue_that_ends_a_job_hangs_up_and_starts_it_no_second_time(
   text = program.log.read_text()
   assert text.count("here") == 1
   assert "the queue ends the job of this program" in text
+
+
+def test_a_job_whose_run_has_been_gone_for_long_starts_nothing(tmp_path):
+  program = under_test.scripted(tmp_path, "waits", WAITS)
+  (tmp_path / "job").mkdir()
+  (tmp_path / "job/beat").write_text(str(time.time() - 24 * 3600))
+  with job(program, tmp_path / "job") as process:
+    pass
+  assert process.returncode == 1
+  assert not program.log.exists()
 
 
 @pytest.mark.parametrize("state", ["OUT_OF_MEMORY", "PREEMPTED", "PENDING"])
