@@ -161,7 +161,8 @@ def run(directory: str) -> int:
 
   def withdraw(*_: object) -> None:
     with program.log.open("a") as log:
-      log_line.tell("the queue ends the job of this program", log)
+      # A sweep looks there for the cause.
+      log_line.tell("error: the queue ends the job of this program", log)
     process.hang_up()
 
   for number in (signal.SIGTERM, signal.SIGUSR2):

@@ -76,7 +76,7 @@ def test_a_queue_that_ends_a_job_hangs_up_and_starts_it_no_second_time(
     pass  # As one that is put back into the queue.
   text = program.log.read_text()
   assert text.count("here") == 1
-  assert "the queue ends the job of this program" in text
+  assert "error: the queue ends the job of this program" in text
 
 
 def test_a_job_whose_run_has_been_gone_for_long_starts_nothing(tmp_path):
