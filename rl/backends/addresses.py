@@ -20,8 +20,9 @@ class KnownAddresses:
   """Starts programs on hosts that each run `python -m launch.host`.
 
   They may be pods of Kubernetes, machines of a cloud, or those of a lab. A
-  program goes to the host that has the fewest of this run; one that cannot be
-  reached, or does not take it, is passed over.
+  program goes to the host that has the fewest of this run, those that failed or
+  were lost there included; one that cannot be reached, or does not take it, is
+  passed over.
 
   Attributes:
     at: the addresses of these hosts, as `10.0.0.2:7000`.
@@ -120,13 +121,20 @@ class _AddressesLauncher(followed.FollowingLauncher):
   @contextlib.contextmanager
   def counted(self, where: tuple[str, int]):
     """Counts a program of a host; a context."""
-    with self._lock:
-      self._counts[where] += 1
+    self.add(where, 1)
     try:
       yield
     finally:
-      with self._lock:
-        self._counts[where] -= 1
+      self.add(where, -1)
+
+  def add(self, where: tuple[str, int], count: int) -> None:
+    """Adds to the programs of a host."""
+    with self._lock:
+      self._counts[where] += count
+
+
+class _Refused(Exception):
+  """The reason why a host will not take a program, now or later."""
 
 
 class _AddressedProcess(followed.Followed):
@@ -144,10 +152,13 @@ class _AddressedProcess(followed.Followed):
 
   def _follow(self) -> int:
     begin_s = time.monotonic()
+    refused: dict[tuple[str, int], str] = {}
     while True:
       why = []
       for where in self._launcher.by_load():
-        name = f"{where[0]}:{where[1]}"
+        if where in refused:
+          continue
+        name = host.joined(*where)
         with self._launcher.counted(where):
           try:
             stream = socket.create_connection(where, _CONNECT_S)
@@ -157,13 +168,22 @@ class _AddressedProcess(followed.Followed):
           with contextlib.closing(host.JsonLines(stream)) as lines:
             try:
               code = self._play(lines, name)
+            except _Refused as error:
+              refused[where] = f"{name} refuses it: {error}"
+              continue
             except OSError as error:
               if self._begun.is_set():
+                self._launcher.add(where, 1)
                 raise followed.NotPlaced(f"{name} was lost: {error}") from error
               code = str(error)  # As through a tunnel to a host that is gone.
           if isinstance(code, int):
+            # The next one would come here first, and fail as well.
+            self._launcher.add(where, int(code != 0))
             return code
           why.append(f"{name}: {code}")
+      if len(refused) == len(self._launcher.by_load()):
+        raise followed.NotPlaced("; ".join(refused.values()))
+      why += refused.values()
       try:
         self.wait_for_place(begin_s, self._place_s)
       except followed.NotPlaced as error:
@@ -188,7 +208,7 @@ class _AddressedProcess(followed.Followed):
         if "refused" in told and told.get("full"):
           return str(told["refused"])
         if "refused" in told:
-          raise followed.NotPlaced(f"{name} refuses it: {told['refused']}")
+          raise _Refused(told["refused"])
         self._write(str(told.get("output", "")).encode())
         if "code" in told:
           self.reason = str(told.get("reason") or "")

@@ -170,7 +170,7 @@ class Host(socketserver.ThreadingTCPServer):
     told = self._first(lines)
     given = str(told.get("token", "")).encode()
     if not hmac.compare_digest(given, self._token.encode()):
-      lines.send(refused="unknown token")
+      lines.send(refused="unknown token; give it a copy of its token_file")
       return
     try:
       kept = tempfile.TemporaryDirectory()

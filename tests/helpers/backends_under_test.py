@@ -51,9 +51,11 @@ def token_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def listening(slots: int = 8, only: str = "") -> Iterator[host.Host]:
+def listening(
+  slots: int = 8, only: str = "", token: str = TOKEN
+) -> Iterator[host.Host]:
   """A host that starts programs, in threads of this process."""
-  server = host.Host((local.LOOPBACK, 0), TOKEN, slots, only)
+  server = host.Host((local.LOOPBACK, 0), token, slots, only)
   thread = threading.Thread(
     target=server.serve_forever, kwargs={"poll_interval": 0.05}
   )

@@ -87,7 +87,7 @@ def test_whoever_has_no_token_or_no_program_of_this_project_is_refused(
   with under_test.listening() as server:
     for token in ("", "a token of the test", 3):
       answer = ask(server.address, token=token, program=good)
-      assert answer == {"refused": "unknown token"}
+      assert answer["refused"].startswith("unknown token; ")
     for changes, words in (
       ({"module": "http.server"}, "http.server is none of"),
       ({"arguments": [3]}, "it has other arguments than texts"),
@@ -99,18 +99,46 @@ def test_whoever_has_no_token_or_no_program_of_this_project_is_refused(
       assert words in answer["refused"]
 
 
-def test_a_host_that_refuses_is_named(tmp_path):
+def test_a_host_that_refuses_is_named_and_passed_over(tmp_path):
   file = under_test.token_file(tmp_path)
-  file.write_text("a token of another host")
-  with under_test.listening() as server:
+  script = under_test.scripted(tmp_path, "waits", WAITS)
+  with (
+    under_test.listening(token="a token of another host") as other,
+    under_test.listening() as server,
+  ):
     setting = addresses.KnownAddresses(
-      at=(server.address,), token_file=str(file)
+      at=(other.address,), token_file=str(file)
     )
     launcher = setting.open(tmp_path)
-    process = launcher.start(under_test.scripted(tmp_path, "waits", WAITS))
+    process = launcher.start(script)
     assert under_test.ended(process) == contract.NEVER_RAN
-    assert process.reason == f"{server.address} refuses it: unknown token"
+    assert process.reason.startswith(f"{other.address} refuses it: unknown tok")
     launcher.close()
+    both = dataclasses.replace(setting, at=(other.address, server.address))
+    launcher = both.open(tmp_path)
+    process = launcher.start(script)
+    under_test.says(script, "here")
+    assert process.place == server.address
+    launcher.close()
+
+
+def test_a_program_that_has_failed_goes_to_another_host(tmp_path):
+  script = under_test.scripted(tmp_path, "waits", WAITS)
+  with under_test.listening() as one, under_test.listening() as other:
+    setting = addresses.KnownAddresses(
+      at=(one.address, other.address),
+      token_file=str(under_test.token_file(tmp_path)),
+    )
+    launcher = setting.open(tmp_path)
+    places = []
+    for number in range(1, 4):
+      process = launcher.start(script)
+      under_test.says(script, "here\n" * number)
+      process.kill()
+      under_test.ended(process)
+      places.append(process.place)
+    launcher.close()
+    assert places == [one.address, other.address, one.address]
 
 
 def test_a_host_without_room_for_a_log_says_so(tmp_path, monkeypatch):
