@@ -198,7 +198,7 @@ class Host(socketserver.ThreadingTCPServer):
 
   def _first(self, lines: JsonLines) -> dict[str, Any]:
     deadline = time.monotonic() + SILENCE_S
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not self._closing.is_set():
       for told in lines.take(_LOOK_S):
         if told:
           return told

@@ -7,6 +7,7 @@ import socket
 import socketserver
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -281,3 +282,13 @@ def test_a_host_that_ends_takes_its_programs_along(tmp_path):
     under_test.says(program, "here")
   assert under_test.ended(process) != 0
   launcher.close()
+
+
+def test_a_host_that_ends_does_not_wait_for_who_says_nothing():
+  with under_test.listening() as server:
+    silent = socket.create_connection(host.address_of(server.address, "at"))
+    while not any("request" in x.name for x in threading.enumerate()):
+      time.sleep(0.01)
+    begin_s = time.monotonic()
+  assert time.monotonic() - begin_s < host.SILENCE_S / 2
+  silent.close()
