@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
+import ipaddress
 import pathlib
 import socket
 import threading
 from typing import Any, Literal
 
-from rl.backends import contract, followed, spool
+from rl.backends import contract, followed, local, spool
 from rl.settings import checks
 
 _SHOWN = 300
@@ -84,9 +85,7 @@ class Slurm:
     executor.update_parameters(
       timeout_min=self.minutes, name="twinmesh", **self._parameters()
     )
-    host = self.host or (
-      "127.0.0.1" if self.cluster == "local" else socket.getfqdn()
-    )
+    host = self.host or (local.LOOPBACK if self.cluster == "local" else None)
     return _SlurmLauncher(executor, folder / "programs", host, self.silence_s)
 
   def _parameters(self) -> dict[str, Any]:
@@ -104,15 +103,43 @@ class Slurm:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _own_name() -> str:
+  """Returns the name of this host.
+
+  Raises:
+    ValueError: it stands for an address at which other hosts find themselves.
+  """
+  name = socket.getfqdn()
+  try:
+    found = sorted({str(x[4][0]) for x in socket.getaddrinfo(name, None)})
+  except OSError:
+    found = []
+  if all(ipaddress.ip_address(address).is_loopback for address in found):
+    raise ValueError(
+      f"this host's name, {name}, has no address that jobs reach (found "
+      f"{', '.join(found) or 'none'}); give one as placement.backend.host"
+    )
+  return name
+
+
 class _SlurmLauncher(followed.FollowingLauncher):
   def __init__(
-    self, executor: Any, folder: pathlib.Path, host: str, silence_s: float
+    self,
+    executor: Any,
+    folder: pathlib.Path,
+    host: str | None,
+    silence_s: float,
   ):
     super().__init__()
     self._executor = executor
     self._folder = folder
     self._silence_s = silence_s
-    self.host = host
+    self._host = host
+
+  @property
+  def host(self) -> str:
+    # Runs of a sweep need none.
+    return self._host or _own_name()
 
   def _make(self, program: contract.Program) -> followed.Followed:
     return spool.SpooledProcess(

@@ -247,10 +247,10 @@ class Workers:
     self._watchdog = watchdog
     try:
       self._launcher = backend.open(log_dir / "backend")
+      self.host = self._launcher.host
     except ValueError as error:
       raise backends.Unreachable(str(error)) from error
     self._place_s = backend.place_s
-    self.host = self._launcher.host
     self.token = secrets.token_hex(32)
     self.on_guest: Callable[[str, Guest], None] | None = None
     self._server: websockets_server.Server | None = None

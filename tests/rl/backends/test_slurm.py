@@ -1,6 +1,8 @@
 """What is asked of Slurm for a program."""
 
 import os
+import pathlib
+import socket
 import types
 
 import pytest
@@ -47,3 +49,17 @@ def test_a_job_of_slurm_knows_nothing_of_the_job_that_asks_for_it(
 def test_a_job_that_is_suspended_has_not_ended(done, state, ended):
   job = types.SimpleNamespace(done=lambda: done, state=state)
   assert slurm._Job(job).ended() is ended
+
+
+def test_a_name_of_this_host_that_other_hosts_cannot_use_is_refused(
+  monkeypatch,
+):
+  # As Debian has it in /etc/hosts.
+  found = [(0, 0, 0, "", ("127.0.1.1", 0))]
+  monkeypatch.setattr(socket, "getfqdn", lambda: "login1")
+  monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+  launcher = slurm._SlurmLauncher(None, pathlib.Path(), None, 1)
+  with pytest.raises(ValueError, match=r"login1, has no .* 127\.0\.1\.1"):
+    _ = launcher.host
+  found.append((0, 0, 0, "", ("10.0.0.5", 0)))
+  assert launcher.host == "login1"
