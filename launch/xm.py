@@ -80,7 +80,10 @@ def main(argv: Sequence[str]) -> None:
   try:
     xm.run_in_asyncio_loop(_play)(listed)
   except RuntimeError as error:  # Of XManager, once all others have ended.
-    failed = f"a run has failed, and says why above: {error}"
+    failed = (
+      f"a run has failed, and says why above: {error}; python -m launch.sweep "
+      f"--workdir={_WORKDIR.value} --table names it"
+    )
     error_codes.fail(failed, "TM-X03", status=1)
 
 

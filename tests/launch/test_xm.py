@@ -110,6 +110,7 @@ def test_xmanager_runs_every_variation(tmp_path, rounds):
     assert done.returncode == 1
     assert "--config.rounds=one: expected int" in done.stdout + done.stderr
     assert "a run has failed, and says why above" in done.stderr
+    assert f"--workdir={tmp_path / 'out'} --table names it" in done.stderr
     return
   assert done.returncode == 0, done.stdout + done.stderr
   for number in range(2):
