@@ -295,7 +295,8 @@ class _Worker:
 
   def _send(self, data: bytes) -> None:
     self._outbox.append(data)
-    if self._stdin is not None:
+    # It is closing once a write has failed.
+    if self._stdin is not None and not self._stdin.is_closing():
       for one in self._outbox:
         self._stdin.write(one)
       self._outbox.clear()

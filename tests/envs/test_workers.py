@@ -1,6 +1,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -96,6 +98,22 @@ def test_a_worker_that_dies_takes_its_own_episode_alone(mischief, fault):
     return pid, lost
 
   assert not any(map(is_alive, asyncio.run(run())))
+
+
+async def test_a_worker_that_was_killed_is_sent_nothing_more(caplog):
+  source = dataclasses.replace(ONE, sessions=16)
+  environments = [await begin(source) for _ in range(16)]
+  pid = await pid_of(environments[0])
+  os.kill(pid, signal.SIGKILL)
+  while is_alive(pid):
+    time.sleep(0.01)  # This loop is not to hear of it first.
+  steps = [environment.step(say("pid")) for environment in environments]
+  for error in await asyncio.gather(*steps, return_exceptions=True):
+    assert isinstance(error, workers.WorkerError)
+  for environment in environments:
+    await environment.close()
+  # As asyncio does from the sixth write to a closed pipe on.
+  assert "closed by peer" not in caplog.text
 
 
 def test_the_steps_before_a_death_stay_in_the_trajectory():
