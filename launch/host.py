@@ -43,7 +43,7 @@ _ONLY = absl_flags.DEFINE_string(
 
 @flags.command
 def main() -> None:
-  """Listens until Ctrl-C or SIGTERM, which end all programs.
+  """Listens until Ctrl-C or SIGTERM, which end all programs: runs save first.
 
   Exits with 128 and the number of the signal.
   """

@@ -211,17 +211,22 @@ class Host(socketserver.ThreadingTCPServer):
     try:
       with log.open("rb") as output:
         lines.send(pid=process.pid)
-        code = None
-        while code is None:
+        closing_s = time.monotonic()
+        while True:
           # Its last words come before its code.
           code = process.code()
           while text := output.read(_CHUNK):
             lines.send(output=text.decode(errors="replace"))
-          if code is None:
-            for told in lines.take(_LOOK_S):
-              if "signal" in told:
-                process.signal(int(told["signal"]))
-          if self._closing.is_set():
+          if code is not None:
+            break
+          for told in lines.take(_LOOK_S):
+            if "signal" in told:
+              process.signal(int(told["signal"]))
+          if not self._closing.is_set():
+            closing_s = time.monotonic()
+          elif time.monotonic() < closing_s + _END_S:
+            process.hang_up()  # A run saves.
+          else:
             process.kill()
         lines.send(code=code, reason=process.reason)
     except OSError:
@@ -232,7 +237,7 @@ class Host(socketserver.ThreadingTCPServer):
       process.close()
 
   def close(self) -> None:
-    """Ends all programs, and waits for that."""
+    """Ends all programs, which have a while to save, and waits for that."""
     self._closing.set()
     self.server_close()
 

@@ -271,8 +271,8 @@ def test_a_signal_ends_the_wait_for_a_place(tmp_path, number):
   launcher.close()
 
 
-def test_a_host_that_ends_takes_its_programs_along(tmp_path):
-  program = under_test.scripted(tmp_path, "waits", WAITS)
+def test_a_host_that_ends_lets_its_programs_save(tmp_path):
+  program = under_test.scripted(tmp_path, "waits", f"{WAITS}; sys.exit(7)")
   with under_test.listening() as server:
     setting = addresses.KnownAddresses(
       at=(server.address,), token_file=str(under_test.token_file(tmp_path))
@@ -280,7 +280,8 @@ def test_a_host_that_ends_takes_its_programs_along(tmp_path):
     launcher = setting.open(tmp_path)
     process = launcher.start(program)
     under_test.says(program, "here")
-  assert under_test.ended(process) != 0
+  # By its own end, as its input has closed.
+  assert under_test.ended(process) == 7
   launcher.close()
 
 
