@@ -50,8 +50,10 @@ async def work(socket: client.ClientConnection, data: str) -> int:
   config_file.put_root_on_path()
   task = overrides.from_json(json.loads(data))
   jax_setup.prepare(task.placement)
-  log_line.tell(await task.build().serve(socket, "the run"), sys.stdout)
-  return int(socket.close_code != _NORMAL)
+  why = await task.build().serve(socket, "the run")
+  was_lost = socket.close_code != _NORMAL
+  log_line.tell(why if was_lost else "the run has let it go", sys.stdout)
+  return int(was_lost)
 
 
 async def _work_for_parent() -> int:
