@@ -28,7 +28,7 @@ import sys
 
 import pytest
 
-from tests.helpers import packages
+from tests.helpers import packages, shared_programs
 
 _DEVICES = "--xla_force_host_platform_device_count"
 
@@ -241,13 +241,16 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _programs():
-  """Releases the programs of a file at its end.
+def _programs(request):
+  """Shares the programs of a file, and releases them at its end.
 
   Each maps memory, and a process may have 65,530 such maps: XLA dies of more.
   """
   before = dict(_counts)
-  yield
+  with pytest.MonkeyPatch.context() as patch:
+    if not request.node.get_closest_marker("own_programs"):
+      shared_programs.share(patch)
+    yield
   if _counts["compiled"] > before["compiled"]:
     import jax
 

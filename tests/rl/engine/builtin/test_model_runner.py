@@ -22,7 +22,8 @@ from rl.engine.builtin import decode_step, dispatch_shapes, model_runner
 from rl.train import learner
 from tests.helpers import tiny_engine
 
-pytestmark = pytest.mark.compiled
+# Compilations are counted.
+pytestmark = [pytest.mark.compiled, pytest.mark.own_programs]
 
 SHAPES = dispatch_shapes.DispatchShapes(
   slots=4,
