@@ -14,7 +14,7 @@ from envs import base
 from launch.gateway import body_reader, reading_process
 from launch.http import json_fields, limits
 from models.chat import byte_chat
-from tests.helpers import openai_server, processes
+from tests.helpers import openai_server, process_chats, processes
 
 pytestmark = pytest.mark.process
 
@@ -25,15 +25,6 @@ READER = body_reader.BodyReader(
   vocab_size=HF.vocab_size,
   max_length=1000,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessChat(byte_chat.ByteChat):
-  """Shows the number of the process that encodes, in place of messages."""
-
-  def open(self, messages, tools=()):
-    del messages, tools
-    return np.asarray([int(digit) for digit in str(os.getpid())], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +73,7 @@ def test_a_refusal_arrives_whole(process):
 
 @pytest.mark.slow
 def test_a_process_that_dies_costs_one_request(process):
-  chat = dataclasses.replace(READER, chat=ProcessChat())
+  chat = dataclasses.replace(READER, chat=process_chats.ProcessChat())
   one = reading_process.ReadingProcess(chat)
   digits = one.call("encode", [], (), None)
   os.kill(int("".join(map(str, digits))), signal.SIGKILL)
@@ -95,7 +86,7 @@ def test_a_process_that_dies_costs_one_request(process):
 @pytest.mark.slow
 def test_a_process_that_hangs_is_late_and_gives_way_to_another():
   one = reading_process.ReadingProcess(
-    dataclasses.replace(READER, chat=ProcessChat())
+    dataclasses.replace(READER, chat=process_chats.ProcessChat())
   )
   digits = one.call("encode", [], (), None)
   pid = int("".join(map(str, digits)))
@@ -116,7 +107,7 @@ def test_a_call_that_has_no_time_left_starts_no_process():
 
 
 def test_it_ends_with_its_server():
-  chat = dataclasses.replace(READER, chat=ProcessChat())
+  chat = dataclasses.replace(READER, chat=process_chats.ProcessChat())
   one = reading_process.ReadingProcess(chat)
   digits = one.call("encode", [], (), None)
   pid = int("".join(map(str, digits)))
@@ -129,7 +120,9 @@ def test_it_ends_with_its_server():
 
 
 def test_a_long_text_is_encoded_in_another_process():
-  with openai_server.serve(ProcessChat(), max_length=1 << 20) as server:
+  with openai_server.serve(
+    process_chats.ProcessChat(), max_length=1 << 20
+  ) as server:
     able = server.engine.capabilities
     server.engine.capabilities = dataclasses.replace(able, max_length=1 << 20)
     pids = []
@@ -142,17 +135,8 @@ def test_a_long_text_is_encoded_in_another_process():
   assert pids[1] != os.getpid()
 
 
-@dataclasses.dataclass(frozen=True)
-class HangingChat(byte_chat.ByteChat):
-  """Never encodes a conversation."""
-
-  def open(self, messages, tools=()):
-    time.sleep(3600)
-    return super().open(messages, tools)
-
-
 def test_long_texts_whose_encoding_hangs_are_answered_in_time():
-  chat = HangingChat()
+  chat = process_chats.HangingChat()
   with openai_server.serve(chat, answer_s=0.5, max_length=1 << 20) as server:
     said = {"role": "user", "content": "g" * (1 << 20)}
     for _ in range(2):
