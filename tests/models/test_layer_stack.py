@@ -155,7 +155,9 @@ def test_the_program_does_not_grow_with_the_layers():
   assert text(48) == text(4)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+  "quantized", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_a_cache_is_fed_as_by_unrolled_layers(quantized):
   unrolled, scanned = pair(**SHORT, lora=ADAPTED)
   single = noisy(unrolled)

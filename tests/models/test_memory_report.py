@@ -135,8 +135,16 @@ def temporary_bytes(config, layout, rows, length):
 
 @pytest.mark.compiled
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("num_experts", [0, 8], ids=["dense", "sparse"])
-@pytest.mark.parametrize("remat", ["none", "dots", "layer"])
+@pytest.mark.parametrize(
+  ("remat", "num_experts"),
+  [
+    *(("none", 8), ("dots", 0), ("layer", 8)),
+    *(
+      pytest.param(*other, marks=pytest.mark.slow)
+      for other in (("none", 0), ("dots", 8), ("layer", 0))
+    ),
+  ],
+)
 def test_estimated_activations_are_within_a_factor_of_two(remat, num_experts):
   # Two factors: what XLA shares, and what its kernels need, is not modelled.
   config = config_lib.tiny_moe(

@@ -156,9 +156,20 @@ def test_zeros_come_back_as_zeros_and_faults_as_nan(dtype):
   np.testing.assert_allclose(back[:, 3], 0, atol=1e-38)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
-  "config", [CONFIG, TIED, KERNELS], ids=["untied", "tied", "kernels"]
+  ("config", "dtype"),
+  [
+    pytest.param(CONFIG, "int8", id="untied-int8"),
+    pytest.param(TIED, "float8_e4m3fn", id="tied-float8"),
+    pytest.param(KERNELS, "int8", id="kernels-int8"),
+    pytest.param(
+      CONFIG, "float8_e4m3fn", id="untied-float8", marks=pytest.mark.slow
+    ),
+    pytest.param(TIED, "int8", id="tied-int8", marks=pytest.mark.slow),
+    pytest.param(
+      KERNELS, "float8_e4m3fn", id="kernels-float8", marks=pytest.mark.slow
+    ),
+  ],
 )
 def test_a_quantised_model_is_that_of_the_matrices_multiplied_out(
   config, dtype
@@ -169,9 +180,18 @@ def test_a_quantised_model_is_that_of_the_matrices_multiplied_out(
 
 
 @pytest.mark.parametrize(
-  ("dtype", "bound"), [("int8", 0.01), ("float8_e4m3fn", 0.04)]
+  ("config", "dtype", "bound"),
+  [
+    pytest.param(CONFIG, "int8", 0.01, id="untied-int8"),
+    pytest.param(TIED, "float8_e4m3fn", 0.04, id="tied-float8"),
+    pytest.param(TIED, "int8", 0.01, id="tied-int8", marks=pytest.mark.slow),
+    pytest.param(
+      *(CONFIG, "float8_e4m3fn", 0.04),
+      id="untied-float8",
+      marks=pytest.mark.slow,
+    ),
+  ],
 )
-@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_a_quantised_model_is_close_to_the_one_that_it_is_of(
   config, dtype, bound
 ):
@@ -201,8 +221,15 @@ def test_a_model_of_bfloat16_multiplies_out_to_bfloat16():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("rules", ["TRAIN", "DECODE"])
-@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+  ("config", "rules"),
+  [
+    pytest.param(CONFIG, "TRAIN", id="untied-TRAIN"),
+    pytest.param(TIED, "DECODE", id="tied-DECODE"),
+    pytest.param(CONFIG, "DECODE", id="untied-DECODE", marks=pytest.mark.slow),
+    pytest.param(TIED, "TRAIN", id="tied-TRAIN", marks=pytest.mark.slow),
+  ],
+)
 def test_a_quantised_model_on_a_mesh_is_that_of_one_device(config, rules):
   mesh = sharding.make_mesh(2, 2, 2)
   layout = sharding.Layout(mesh, getattr(sharding, rules))

@@ -127,7 +127,14 @@ def assert_equal(actual, expected):
 
 
 @needs_devices
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+  "shape",
+  [
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[:-1]),
+    SHAPES[-1],
+  ],
+  ids=str,
+)
 def test_loss_and_every_gradient_are_those_of_one_device(shape):
   config, layout = make_config(), make_layout(*shape)
   axes = policy_lib.of(config).axes
@@ -176,9 +183,14 @@ def test_a_tied_table_serves_both_ends_of_the_model():
   [
     # Both heads of keys on every device, beside the 8 / 4 that ask them.
     {"kv_heads": None},
-    {"embed": None, "vocab": None, "mlp": None, "experts": None},
-    {"embed": ("data", "expert"), "experts": None},
     {"embed": None, "vocab": None, "norm": "data", "router": "tensor"},
+    pytest.param(
+      {"embed": None, "vocab": None, "mlp": None, "experts": None},
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      {"embed": ("data", "expert"), "experts": None}, marks=pytest.mark.slow
+    ),
   ],
   ids=str,
 )

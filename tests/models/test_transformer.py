@@ -465,7 +465,7 @@ def check(run, params, store, chunks, max_steps=2):
 
 @pytest.mark.parametrize(
   "chunks",
-  [(3, 4), (8, 4), (0, 1)],
+  [(3, 4), pytest.param((8, 4), marks=pytest.mark.slow), (0, 1)],
   ids=["mixed", "chunks", "one-by-one"],
 )
 def test_any_mix_of_chunks_and_single_ids_agrees_with_whole_rows(chunks):
@@ -498,8 +498,9 @@ def on_mesh(shape, rules, chunks):
   [
     ((2, 2, 2), sharding.DECODE, (4, 4)),
     ((2, 2, 2), sharding.TRAIN, (4, 4)),
-    ((1, 1, 8), sharding.DECODE, (3, 4)),
-    ((1, 8, 1), sharding.DECODE, (8, 4)),
+    # An engine of `test_model_runner.py` has each of these.
+    pytest.param((1, 1, 8), sharding.DECODE, (3, 4), marks=pytest.mark.slow),
+    pytest.param((1, 8, 1), sharding.DECODE, (8, 4), marks=pytest.mark.slow),
   ],
   ids=["decode", "train", "tensor", "expert"],
 )
@@ -574,8 +575,16 @@ def test_layers_of_a_kind_are_lowered_once(kind):
   assert 0 < products(2) == products(6)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("remat", ["dots", "layer", "host"])
+@pytest.mark.parametrize(
+  ("kind", "remat"),
+  [
+    *(("sparse", "dots"), ("sparse", "layer"), ("dense", "host")),
+    *(
+      pytest.param(*other, marks=pytest.mark.slow)
+      for other in (("dense", "dots"), ("dense", "layer"), ("sparse", "host"))
+    ),
+  ],
+)
 def test_gradients_are_equal(kind, remat):
   config = CONFIGS[kind]
   params = policy_lib.of(config).init(jax.random.key(0))

@@ -49,21 +49,37 @@ def assert_bits_equal(one, other):
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+SIZES: dict[str, Any] = {
+  "moe": {},
+  "moe tied": {"tie_embeddings": True},
+  "dense": {"num_experts": 0, "dense_layers": ()},
+  "dense tied": {
+    **{"num_experts": 0, "dense_layers": ()},
+    "tie_embeddings": True,
+  },
+  "biased": {
+    **{"num_experts": 0, "dense_layers": ()},
+    **{"qk_norm": False, "qkv_bias": True},
+  },
+  "gemma": {"num_experts": 0, "dense_layers": (), "gemma": True},
+}
+
+
 @pytest.mark.parametrize(
-  "changes",
+  ("changes", "dtype"),
   [
-    {},
-    {"tie_embeddings": True},
-    {"num_experts": 0, "dense_layers": ()},
-    {"num_experts": 0, "dense_layers": (), "tie_embeddings": True},
-    {
-      **{"num_experts": 0, "dense_layers": ()},
-      **{"qk_norm": False, "qkv_bias": True},
-    },
-    {"num_experts": 0, "dense_layers": (), "gemma": True},
+    pytest.param(
+      SIZES[name],
+      dtype,
+      id=f"{name}-{dtype}",
+      # A dtype is that of all tensors, of whatever model.
+      marks=[]
+      if dtype == "float32" or name == "moe tied"
+      else [pytest.mark.slow],
+    )
+    for name in SIZES
+    for dtype in ("float32", "bfloat16")
   ],
-  ids=["moe", "moe tied", "dense", "dense tied", "biased", "gemma"],
 )
 def test_what_was_exported_is_loaded_bit_for_bit(dtype, changes, tmp_path):
   config = sizes(dtype, **changes)

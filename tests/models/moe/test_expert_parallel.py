@@ -18,10 +18,10 @@ pytestmark = pytest.mark.compiled
 # No experts apart, one on each of 8 devices, and both beside other axes; then
 # other rules for parameters.
 LAYOUTS = [
-  ((1, 1, 8), sharding.Rules()),
+  pytest.param((1, 1, 8), sharding.Rules(), marks=pytest.mark.slow),
   ((1, 8, 1), sharding.Rules()),
   ((2, 2, 2), sharding.Rules()),
-  ((2, 4, 1), sharding.DECODE),
+  pytest.param((2, 4, 1), sharding.DECODE, marks=pytest.mark.slow),
   ((2, 4, 1), sharding.Rules(experts=None, mlp=None)),
 ]
 TOKENS, WIDTH = 512, 16
@@ -185,7 +185,11 @@ def test_tokens_are_exchanged_and_never_gathered():
 
 
 @pytest.mark.parametrize(
-  ("dtype", "name"), [("float32", "f32"), ("bfloat16", "bf16")]
+  ("dtype", "name"),
+  [
+    pytest.param("float32", "f32", marks=pytest.mark.slow),
+    ("bfloat16", "bf16"),
+  ],
 )
 def test_tokens_travel_in_the_dtype_of_the_model(dtype, name):
   text = lowered((2, 4, 1), 4096, dtype).as_text()

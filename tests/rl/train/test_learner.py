@@ -646,7 +646,7 @@ def test_how_trajectories_are_packed_changes_nothing(num_batches, layout):
   [
     ((1, 1, 1), lambda: scored_episodes.alone(episodes(), **WHOLE)),
     ((1, 1, 1), lambda: pack_all(**WHOLE, share_prompts=True)),
-    ((2, 2, 2), lambda: pack_all(**WHOLE)),
+    pytest.param((2, 2, 2), lambda: pack_all(**WHOLE), marks=pytest.mark.slow),
     ((1, 2, 1, 2), lambda: pack_all(**WHOLE)),
     pytest.param(
       (2, 1, 2, 2),
