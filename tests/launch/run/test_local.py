@@ -99,13 +99,7 @@ class SilentSettings(engine_settings.EngineSettings):
       layout,
       thread,
       self.capabilities(config),
-      min_copied_ids=self.min_copied_ids,
-      batching_delay_s=self.batching_delay_s,
-      bias_slots=self.bias_slots,
-      num_drafts=self.speculative_tokens,
-      draft_rows=self.speculative_rows,
-      record_experts=self.record_experts,
-      compile_ahead=self.compile_ahead,
+      self,
     )
 
 
