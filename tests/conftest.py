@@ -61,9 +61,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 
 _TESTS = pathlib.Path(__file__).parent
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_counts = {"compiled": 0, "process": 0, "frozen": 0, "released": 0}
+_counts = {"compiled": 0, "process": 0, "frozen": 0}
 _BEFORE = pytest.StashKey[dict[str, int]]()
-_LEVELS = pytest.StashKey[collections.Counter[pathlib.Path]]()
 _SELECTED = pytest.StashKey[tuple[pathlib.Path, set[pathlib.Path]]]()
 
 
@@ -159,7 +158,7 @@ def pytest_collection_modifyitems(config, items):
   """Puts long files first, skips what needs a GPU, selects as `--room` says."""
   _skip_without_gpu([x for x in items if x.get_closest_marker("gpu")])
   level = {"process": 2, "compiled": 1}
-  highest = config.stash[_LEVELS] = collections.Counter()
+  highest = collections.Counter()
   for item in items:
     marked = {mark.name for mark in item.iter_markers()}
     own = max((level.get(name, 0) for name in marked), default=0)
@@ -241,41 +240,21 @@ def pytest_pyfunc_call(pyfuncitem):
   return True
 
 
-# Of the 65,530 that a process may have; each program takes some.
-_MAPS = 20_000
-
-
-def _num_maps() -> int:
-  """Returns how many pieces of memory this process maps."""
-  maps = pathlib.Path("/proc/self/maps")
-  return maps.read_bytes().count(b"\n") if maps.exists() else _MAPS
-
-
-def _release() -> None:
-  """Releases all programs."""
-  import jax
-
-  jax.clear_caches()
-  _counts["released"] = _counts["compiled"]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _programs(request):
-  """Shares the programs of a file, and releases them where they are too many.
+  """Shares the programs of a file, and releases them at its end.
 
-  Most files use some of the same ones. Files of unit tests know none, so that
-  it is seen if one of these runs one.
+  Each maps memory, and a process may have 65,530 such maps: XLA dies of more.
   """
   before = dict(_counts)
-  is_unit = not request.config.stash[_LEVELS][request.path]
-  if is_unit and _counts["compiled"] > _counts["released"]:
-    _release()
   with pytest.MonkeyPatch.context() as patch:
     if not request.node.get_closest_marker("own_programs"):
       shared_programs.share(patch)
     yield
-  if _counts["compiled"] > before["compiled"] and _num_maps() >= _MAPS:
-    _release()  # XLA dies of more maps than there may be.
+  if _counts["compiled"] > before["compiled"]:
+    import jax
+
+    jax.clear_caches()
   if _counts["frozen"] > before["frozen"]:
     gc.unfreeze()  # What a run in this process froze is garbage by now.
   gc.collect()
