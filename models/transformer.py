@@ -120,7 +120,7 @@ class Block(nnx.Module):
     return place(x + y, "batch", "length", None), (aux, took)
 
   def _norm(self, x: Array, scale: nnx.Param) -> Array:
-    return _norm(self.config, x, scale)
+    return attention.norm(self.config, x, scale.get_value())
 
 
 class Transformer(lora.Adapted):
@@ -316,7 +316,7 @@ class Transformer(lora.Adapted):
       if some is not None:
         routed.append(some)
     x, cache = carry
-    x = _norm(config, x, self.final_norm)
+    x = attention.norm(config, x, self.final_norm.get_value())
     if not routed:
       return x, cache, moe_layer.average(None, config.num_experts), None
     stats, taken = jax.tree.map(lambda *runs: jnp.concatenate(runs), *routed)
@@ -329,12 +329,6 @@ class Transformer(lora.Adapted):
       return params
     axes = sharding.axes_of(self)
     return sharding.gathered(layout, params, {x: axes[x] for x in params})
-
-
-def _norm(config: config_lib.ModelConfig, x: Array, scale: nnx.Param) -> Array:
-  return attention.rms_norm(
-    x, scale.get_value(), config.norm_eps, offset=config.norm_offset
-  )
 
 
 def _reach(

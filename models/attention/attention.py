@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from models import config as config_lib
 from models import initializers, lora, rope, sharding
 from models.attention import (
   backend,
@@ -76,6 +77,15 @@ def _biased(x: Float[Array, "B L H d"], bias: Float[Array, "H d"]) -> Array:
   return wide.astype(x.dtype)
 
 
+def norm(
+  config: config_lib.ModelConfig,
+  x: Float[Array, "*any D"],
+  scale: Float[Array, " D"],
+) -> Float[Array, "*any D"]:
+  """Returns `rms_norm` as a model has it."""
+  return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+
+
 class Attention(lora.Adapted):
   """Projections around the softmax, which `attend` is."""
 
@@ -114,8 +124,8 @@ class Attention(lora.Adapted):
       key = _biased(key, params["key_bias"])
       value = _biased(value, params["value_bias"])
     if self.config.qk_norm:
-      query = self._norm(query, params["query_norm"])
-      key = self._norm(key, params["key_norm"])
+      query = norm(self.config, query, params["query_norm"])
+      key = norm(self.config, key, params["key_norm"])
     frequency, growth = self._rotary(layer)
     key = rope.rotate(key, positions, frequency, growth)
     if (width := self.config.query_pre_attn_scalar) is not None:
@@ -125,10 +135,6 @@ class Attention(lora.Adapted):
   def merge(self, mixed: Float[Array, "B L H d"]) -> Float[Array, "B L D"]:
     """Returns the heads' values, projected into the residual stream."""
     return lora.matmul(self.values(), "out", mixed, num_in=2)
-
-  def _norm(self, x: Array, scale: Array) -> Array:
-    config = self.config
-    return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
 
   def _rotary(
     self, layer: int | Int32[Array, ""]
