@@ -299,16 +299,19 @@ class ModelConfig:
       named = "qk_norm=false" if not self.qk_norm else f"num_experts={experts}"
       out = "use qk_norm=true and num_experts=0"
       yield f"gemma=true with {named}: Gemma 3 is without; {out}"
-    if self.window is not None and not self.gemma:
-      window = {"full_every": 0, "rope_theta": None}
-      mistral = {"qk_norm": False, "qkv_bias": False, "num_experts": 0}
-      named = [(self, "", mistral), (self.window, "window.", window)]
-      for part, prefix, wanted in named:
-        for name, value in wanted.items():
-          if (found := getattr(part, name)) != value:
-            why = "with a window: no published family but Gemma 3 has both"
-            out = f"use {prefix}{name}={str(value).lower()}, as in Mistral 7B"
-            yield f"{prefix}{name}={str(found).lower()} {why}; {out}"
+    if (window := self.window) is not None and not self.gemma:
+      of_mistral = {
+        "qk_norm": (self.qk_norm, False),
+        "qkv_bias": (self.qkv_bias, False),
+        "num_experts": (experts, 0),
+        "window.full_every": (window.full_every, 0),
+        "window.rope_theta": (window.rope_theta, None),
+      }
+      for name, (found, wanted) in of_mistral.items():
+        if found != wanted:
+          why = "with a window: no published family but Gemma 3 has both"
+          out = f"use {name}={str(wanted).lower()}, as in Mistral 7B"
+          yield f"{name}={str(found).lower()} {why}; {out}"
     if isinstance(self.rope_scaling, rope.Yarn) and self.gemma:
       out = "use rope_scaling=linear(factor=8)"
       yield f"rope_scaling=yarn with gemma=true is not supported; {out}"
