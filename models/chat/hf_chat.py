@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import pathlib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -323,9 +322,9 @@ class HfChat:
     if token is None:
       return f"<id {index}>".encode()
     if self._falls_back:
-      found = _ONE_BYTE.fullmatch(token)
-      text = token.replace(_SPACE, " ").encode()
-      return bytes.fromhex(found[1]) if found else text
+      if token in _SINGLE_BYTES:
+        return bytes([_SINGLE_BYTES[token]])
+      return token.replace(_SPACE, " ").encode()
     if index in self._added:
       return token.encode()
     try:
@@ -383,7 +382,7 @@ _BYTES = _byte_table()
 _SPACE = "\u2581"
 """Stands for a space in tokens of SentencePiece."""
 _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_SINGLE_BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 _FALLBACK = {
   "type": "Sequence",
   "decoders": [
@@ -499,8 +498,7 @@ def _tokenizer(source: str) -> Any:
       "or fall back on bytes as Gemma's, to know the bytes of every id. Serve "
       "a run on a list of words with --run, not its export"
     )
-  names = {f"<0x{byte:02X}>": byte for byte in range(256)}
-  named = names if falls_back else _BYTES
+  named = _SINGLE_BYTES if falls_back else _BYTES
   missing = [c for c in named if tokenizer.token_to_id(c) is None]
   if missing:
     raise ValueError(
