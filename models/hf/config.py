@@ -61,6 +61,13 @@ _DEFAULTS = {
   "tie_word_embeddings": False,
   "norm_topk_prob": False,
 }
+_DEFAULTS_OF: dict[str, dict[str, Any]] = {
+  "gemma3_text": {
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10_000.0,
+  },
+}
 _MUST_BE = {"attention_dropout": 0, "is_encoder_decoder": False}
 _OTHER = {
   *("architectures", "model_type", "dtype", "torch_dtype", "layer_types"),
@@ -227,8 +234,7 @@ def _read(
     "qkv_bias": family == "qwen2",
     "gemma": gemma,
   }
-  if gemma:
-    data = {"tie_word_embeddings": True} | data  # As in transformers.
+  data = _DEFAULTS_OF.get(family, {}) | data
   for name, field in names.items():
     if name not in data and name not in _DEFAULTS:
       raise ValueError(f"{name} is missing; every published file has it")
@@ -240,7 +246,7 @@ def _read(
         "damaged; fetch it again"
       )
   if gemma:
-    scalar = data.get("query_pre_attn_scalar", 256)  # As in transformers.
+    scalar = data["query_pre_attn_scalar"]
     scalar = _typed("query_pre_attn_scalar", scalar, int)
     if scalar != fields["head_dim"]:
       fields["query_pre_attn_scalar"] = scalar
@@ -299,8 +305,8 @@ def _read_local_theta(data: Mapping[str, Any]) -> float:
   """Returns theta of a Gemma's layers with a window."""
   nested = data.get("rope_parameters", {}).get(_SLIDING) or {}
   nested = {"rope_type": "default"} | _typed(_SLIDING, nested, dict)
-  outside = data.get("rope_local_base_freq", 10_000.0)
-  theta = _typed("rope_theta", nested.pop("rope_theta", outside), float)
+  theta = nested.pop("rope_theta", data["rope_local_base_freq"])
+  theta = _typed("rope_theta", theta, float)
   if nested != {"rope_type": "default"}:
     raise ValueError(
       f"rope_parameters of {_SLIDING} as {json.dumps(nested)} are not "
