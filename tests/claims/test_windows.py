@@ -44,14 +44,9 @@ def of_form(layers):
   return dataclasses.replace(CONFIG, compute=compute)
 
 
-# Of numpy, as stacks of it are no programs.
 @functools.cache
 def noisy():
-  rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype),
-    policy_lib.of(of_form("unroll")).shapes,
-  )
+  return small_models.noisy(of_form("unroll"), of_norms=0.0)
 
 
 stack = functools.partial(layer_stack.stack, join=np.stack)

@@ -26,6 +26,24 @@ CONFIG = config_lib.tiny_moe(
 CHAT = word_chat.WordChat(("a", "b"))
 
 
+def noisy(config, of_norms=1.0, seed=0):
+  """Parameters large and without structure: no part of the model is idle.
+
+  Args:
+    of_norms: mean of the scales of norms.
+
+  Returns:
+    Arrays of numpy, as slices and stacks of them are no programs.
+  """
+  rng = np.random.default_rng(seed)
+
+  def noise(leaf):
+    mean = of_norms * float(leaf.ndim == 1)
+    return rng.normal(mean, 0.3, leaf.shape).astype(leaf.dtype)
+
+  return jax.tree.map(noise, policy_lib.of(config).shapes)
+
+
 def hidden(params, config, *args, **kwargs):
   """`Transformer.hidden` of these parameters, as one function for jit."""
   return policy_lib.of(config).bind(params).hidden(*args, **kwargs)

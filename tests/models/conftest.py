@@ -2,11 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from models import config as config_lib
-from models import policy as policy_lib
+from tests.helpers import small_models
 
 
 @pytest.fixture(scope="session")
@@ -25,11 +24,4 @@ def config():
 
 @pytest.fixture(scope="session")
 def params(config):
-  """Large and without structure, so that no part of the model is idle."""
-  rng = np.random.default_rng(0)
-
-  def noise(leaf):
-    values = rng.normal(float(leaf.ndim == 1), 0.3, leaf.shape)
-    return jnp.asarray(values, leaf.dtype)
-
-  return jax.tree.map(noise, policy_lib.of(config).shapes)
+  return jax.tree.map(jnp.asarray, small_models.noisy(config))

@@ -44,13 +44,7 @@ def pair(**overrides):
   ]
 
 
-# Of numpy, as slices and stacks of it are no programs.
-def noisy(config):
-  rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype),
-    policy_lib.of(config).shapes,
-  )
+noisy = functools.partial(small_models.noisy, of_norms=0.0)
 
 
 stack = functools.partial(layer_stack.stack, join=np.stack)

@@ -10,6 +10,7 @@ import pytest
 from models import config as config_lib
 from models import kv_cache, logprobs, lora, memory_report, sharding
 from models import policy as policy_lib
+from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
 
@@ -37,13 +38,7 @@ def model(**changes):
 
 def noisy(config, seed=0):
   """Parameters of which none is idle, adapters included."""
-  rng = np.random.default_rng(seed)
-
-  def noise(leaf):
-    values = rng.normal(float(leaf.ndim == 1), 0.3, leaf.shape)
-    return jnp.asarray(values, leaf.dtype)
-
-  return jax.tree.map(noise, policy_lib.of(config).shapes)
+  return jax.tree.map(jnp.asarray, small_models.noisy(config, seed=seed))
 
 
 def rows(num_rows=2):

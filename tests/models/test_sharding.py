@@ -12,12 +12,14 @@ from models import config as config_lib
 from models import logprobs as logprobs_lib
 from models import lora, sharding
 from models import policy as policy_lib
+from tests.helpers import small_models
 
 pytestmark = pytest.mark.compiled
 
 needs_devices = pytest.mark.skipif(
   jax.device_count() < 8, reason="needs 8 devices"
 )
+
 # Each axis alone, and all of them.
 SHAPES = [(1, 1, 8), (1, 8, 1), (8, 1, 1), (2, 2, 2)]
 # No parameter has a dimension of 5, so that tells activations.
@@ -54,14 +56,7 @@ def make_plan(data=1, expert=1, tensor=1, **rules):
 
 @functools.cache
 def make_params(config):
-  """Large and without structure, so that no part of the model is idle."""
-  rng = np.random.default_rng(0)
-
-  def noise(leaf):
-    values = rng.normal(float(leaf.ndim == 1), 0.3, leaf.shape)
-    return jnp.asarray(values, leaf.dtype)
-
-  return jax.tree.map(noise, policy_lib.of(config).shapes)
+  return jax.tree.map(jnp.asarray, small_models.noisy(config))
 
 
 def batch():

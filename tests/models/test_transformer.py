@@ -305,14 +305,7 @@ TOLERANCE = 2e-5  # Hidden states are about 1, and 4 at most.
 
 @functools.cache
 def make_params():
-  """Large and without structure, so that no part of the model is idle."""
-  rng = np.random.default_rng(0)
-
-  def noise(leaf):
-    values = rng.normal(float(leaf.ndim == 1), 0.3, leaf.shape)
-    return jnp.asarray(values, leaf.dtype)
-
-  return jax.tree.map(noise, policy_lib.of(CONFIG).shapes)
+  return jax.tree.map(jnp.asarray, small_models.noisy(CONFIG))
 
 
 @functools.cache
