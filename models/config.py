@@ -1,7 +1,7 @@
 """The sizes of a model: checked, as published, and what they add up to.
 
 qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes, in bfloat16
-qwen2_5("7b") llama3("3.1-8b") gemma3("1b")
+qwen2_5("7b") llama3("3.1-8b") gemma3("1b") olmo2("1b") olmo3("7b")
 models.hf.config.load(directory)     sizes of a checkpoint
 tiny() tiny_moe()                    for a CPU
 """
@@ -19,10 +19,12 @@ from models import rope
 
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layer", "host"]
+Architecture = Literal["llama", "gemma", "olmo"]
 _DEEP = 16
 """Layers from which on they are scanned unless told otherwise."""
 _LARGE = 100_000_000
 """Parameters from which on activations are not kept unless asked for."""
+_OLMO_THETA = 5e5
 _MAX_SIZE, _MAX_LAYERS = 2**31 - 1, 10_000
 """Sizes beyond which checks would take for ever, or shapes overflow."""
 
@@ -84,7 +86,8 @@ class Window:
   Attributes:
     size: tokens that a query sees, its own included.
     full_every: of so many layers the last has no window, as in Gemma 3, where
-      it is 6; 0: every layer has one, as in Mistral 7B.
+      it is 6, and OLMo 3, where it is 4; 0: every layer has one, as in
+      Mistral 7B.
     rope_theta: base of the rotary positions of layers with a window, which
       have no `rope_scaling`; None is as in the others.
 
@@ -134,7 +137,7 @@ class PolicyMaker(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Sizes of a Qwen2.5, Qwen3, Qwen3-MoE, Llama 3 or Gemma 3 decoder.
+  """Sizes of a Qwen2.5, Qwen3, Qwen3-MoE, Llama 3, Gemma 3 or OLMo decoder.
 
   Attributes:
     num_kv_heads: key and value heads; each serves num_heads / num_kv_heads
@@ -150,9 +153,12 @@ class ModelConfig:
     rope_scaling: how they stretch beyond the trained length, or None.
     qk_norm: queries and keys are normed, as in Qwen3 and not in Llama 3.
     qkv_bias: queries, keys and values have a bias, as in Qwen2.5.
-    gemma: layers are those of Gemma 3: norms also of what is added to the
-      residual stream, all by 1 + their scale, a GELU in the place of the SiLU,
-      and embeddings times the root of d_model.
+    architecture: that of the layers. "llama", also of Qwen and Mistral: what
+      reads the residual stream is normed. "olmo", of OLMo 2 and 3: what is
+      added to it is normed instead, and queries and keys over all heads at
+      once. "gemma", of Gemma 3: both are normed, all norms by 1 + their scale,
+      a GELU is in the place of the SiLU, and embeddings are multiplied by the
+      root of d_model.
     window: layers that attend to the last tokens alone; None has none.
     query_pre_attn_scalar: scores are divided by its root; None is head_dim.
     tie_embeddings: the embedding is also the output projection.
@@ -179,7 +185,7 @@ class ModelConfig:
   norm_eps: float = 1e-6
   qk_norm: bool = True
   qkv_bias: bool = False
-  gemma: bool = False
+  architecture: Architecture = "llama"
   window: Window | None = None
   query_pre_attn_scalar: int | None = None
   tie_embeddings: bool = True
@@ -231,9 +237,19 @@ class ModelConfig:
     return dataclasses.replace(self, compute=compute)
 
   @property
+  def norms_input(self) -> bool:
+    """Returns whether layers norm what reads the residual stream."""
+    return self.architecture != "olmo"
+
+  @property
+  def norms_output(self) -> bool:
+    """Returns whether layers norm what is added to the residual stream."""
+    return self.architecture != "llama"
+
+  @property
   def norm_offset(self) -> float:
     """The number that the scales of norms count from."""
-    return 1.0 if self.gemma else 0.0
+    return 1.0 if self.architecture == "gemma" else 0.0
 
   @property
   def expert_dtype(self) -> np.dtype:
@@ -295,11 +311,13 @@ class ModelConfig:
     if self.qkv_bias and self.qk_norm:
       why = "no published family has both, so it could not be exported"
       yield f"qkv_bias=true with qk_norm=true: {why}; use one of them"
-    if self.gemma and (experts or not self.qk_norm):
-      named = "qk_norm=false" if not self.qk_norm else f"num_experts={experts}"
+    named = f"architecture={self.architecture}"
+    if self.norms_output and (experts or not self.qk_norm):
+      wrong = "qk_norm=false" if not self.qk_norm else f"num_experts={experts}"
+      why = "no published family has both, so it could not be exported"
       out = "use qk_norm=true and num_experts=0"
-      yield f"gemma=true with {named}: Gemma 3 is without; {out}"
-    if (window := self.window) is not None and not self.gemma:
+      yield f"{named} with {wrong}: {why}; {out}"
+    if (window := self.window) is not None and not self.norms_output:
       of_mistral = {
         "qk_norm": (self.qk_norm, False),
         "qkv_bias": (self.qkv_bias, False),
@@ -309,15 +327,23 @@ class ModelConfig:
       }
       for name, (found, wanted) in of_mistral.items():
         if found != wanted:
-          why = "with a window: no published family but Gemma 3 has both"
+          why = "with a window: no published family but Gemma and OLMo has both"
           out = f"use {name}={str(wanted).lower()}, as in Mistral 7B"
           yield f"{name}={str(found).lower()} {why}; {out}"
-    if isinstance(self.rope_scaling, rope.Yarn) and self.gemma:
-      out = "use rope_scaling=linear(factor=8)"
-      yield f"rope_scaling=yarn with gemma=true is not supported; {out}"
+    if window is not None and self.norms_output:
+      theta = self.rope_theta
+      if self.rope_scaling is not None and window.rope_theta is None:
+        why = "with rope_scaling, which layers with a window never have"
+        yield f"window.rope_theta=none {why}; use window.rope_theta={theta}"
+      if self.architecture == "olmo":
+        for name, found in (("", theta), ("window.", window.rope_theta)):
+          if found not in (None, _OLMO_THETA):
+            why = "no published OLMo with a window has another, and files of"
+            why += f" transformers cannot tell; use {_OLMO_THETA}"
+            yield f"{name}rope_theta={found} with {named}: {why}"
     scalar = self.query_pre_attn_scalar
-    if scalar is not None and (scalar < 1 or not self.gemma):
-      why = "is for gemma=true, and above 0"
+    if scalar is not None and (scalar < 1 or self.architecture != "gemma"):
+      why = "is for architecture=gemma, and above 0"
       yield f"query_pre_attn_scalar={scalar} {why}; use none"
     for layer in self.dense_layers:
       if not 0 <= layer < self.num_layers:
@@ -395,6 +421,30 @@ def gemma3(size: str, **overrides: Any) -> ModelConfig:
   ...
   """
   return _published("Gemma 3", _GEMMA3, size, overrides)
+
+
+def olmo2(size: str, **overrides: Any) -> ModelConfig:
+  """Returns a published OLMo 2, overridden.
+
+  Args:
+    size: 1b, 7b, 13b or 32b.
+
+  Source: arXiv 2501.00656, table 1, and config.json of
+  allenai/OLMo-2-0425-1B, ...
+  """
+  return _published("OLMo 2", _OLMO2, size, overrides)
+
+
+def olmo3(size: str, **overrides: Any) -> ModelConfig:
+  """Returns a published OLMo 3, overridden.
+
+  Args:
+    size: 7b or 32b.
+
+  Source: arXiv 2512.13961, section 3.2, and config.json of
+  allenai/Olmo-3-7B-Instruct, ...
+  """
+  return _published("OLMo 3", _OLMO3, size, overrides)
 
 
 def tiny(**overrides: Any) -> ModelConfig:
@@ -513,8 +563,29 @@ def _gemma3(
     "head_dim": head_dim,
     "max_length": 32_768 if is_small else 131_072,
     "rope_scaling": None if is_small else rope.Linear(factor=8.0),
-    "gemma": True,
+    "architecture": "gemma",
     "window": Window(size=window, full_every=6, rope_theta=10_000.0),
+  }
+
+
+def _olmo2(dense: dict[str, Any]) -> dict[str, Any]:
+  return dense | {
+    "vocab_size": 100_352,
+    "head_dim": 128,
+    "max_length": 4096,
+    "rope_theta": _OLMO_THETA,
+    "architecture": "olmo",
+  }
+
+
+def _olmo3(dense: dict[str, Any]) -> dict[str, Any]:
+  return _olmo2(dense) | {
+    "vocab_size": 100_278,
+    "max_length": 65_536,
+    "rope_scaling": rope.Yarn(
+      factor=8.0, original_max_length=8192, attention_factor=1.2079441541679836
+    ),
+    "window": Window(size=4096, full_every=4, rope_theta=_OLMO_THETA),
   }
 
 
@@ -558,4 +629,16 @@ _GEMMA3 = {
   "12b": _gemma3(1024, 256, _dense(48, 3840, (16, 8), 15_360, True)),
   "27b": _gemma3(1024, 128, _dense(62, 5376, (32, 16), 21_504, True))
   | {"query_pre_attn_scalar": 168},
+}
+
+_OLMO2 = {
+  "1b": _olmo2(_dense(16, 2048, (16, 16), 8192, False)),
+  "7b": _olmo2(_dense(32, 4096, (32, 32), 11_008, False)),
+  "13b": _olmo2(_dense(40, 5120, (40, 40), 13_824, False)),
+  "32b": _olmo2(_dense(64, 5120, (40, 8), 27_648, False)),
+}
+
+_OLMO3 = {
+  "7b": _olmo3(_dense(32, 4096, (32, 32), 11_008, False)),
+  "32b": _olmo3(_dense(64, 5120, (40, 8), 27_648, False)),
 }

@@ -25,5 +25,6 @@ class Mlp(lora.Adapted):
     params = self.values()
     gate = lora.matmul(params, "gate", x)
     up = lora.matmul(params, "up", x)
-    activation = jax.nn.gelu if self.config.gemma else jax.nn.silu
+    gemma = self.config.architecture == "gemma"
+    activation = jax.nn.gelu if gemma else jax.nn.silu
     return lora.matmul(params, "down", activation(gate) * up)

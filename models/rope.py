@@ -170,7 +170,7 @@ def rotate(
   x: Float[Array, "B L H d"],
   positions: Int32[Array, "B L"],
   frequency: Float32[Array, " half"] | Float32[np.ndarray, " half"],
-  growth: float = 1.0,
+  growth: float | Float32[Array, ""] = 1.0,
 ) -> Float[Array, "B L H d"]:
   """Turns every pair (x[i], x[i + d/2]), as paired in Qwen's weights.
 

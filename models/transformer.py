@@ -69,15 +69,16 @@ device or in the memory of the host. On a CPU the last two are one."""
 
 
 class Block(nnx.Module):
-  """A layer: attention, then an MLP or experts, each around a norm."""
+  """A layer: attention, then an MLP or experts, each with its norms."""
 
   def __init__(self, initializer: initializers.Initializer):
     """Draws the parameters; the initializer says whether there are experts."""
     self.config = initializer.config
-    self.attention_norm = initializer.norm(self.config.d_model)
     self.attention = attention.Attention(initializer.inside("attention"))
-    self.mlp_norm = initializer.norm(self.config.d_model)
-    if self.config.gemma:
+    if self.config.norms_input:
+      self.attention_norm = initializer.norm(self.config.d_model)
+      self.mlp_norm = initializer.norm(self.config.d_model)
+    if self.config.norms_output:
       self.post_attention_norm = initializer.norm(self.config.d_model)
       self.post_mlp_norm = initializer.norm(self.config.d_model)
     if initializer.sparse:
@@ -101,16 +102,13 @@ class Block(nnx.Module):
       first: of the experts; see `moe.layer.Moe`.
     """
     place = functools.partial(sharding.constrain, layout)
-    normed = self._norm(x, self.attention_norm)
+    normed = self._norm(x, "attention_norm")
     out = self.attention.merge(attend(self.attention, normed))
-    if self.config.gemma:
-      out = self._norm(out, self.post_attention_norm)
+    out = self._norm(out, "post_attention_norm")
     x = place(x + out, "batch", "length", None)
-    normed = self._norm(x, self.mlp_norm)
+    normed = self._norm(x, "mlp_norm")
     if not hasattr(self, "moe"):
-      out = self.mlp(normed)
-      if self.config.gemma:
-        out = self._norm(out, self.post_mlp_norm)
+      out = self._norm(self.mlp(normed), "post_mlp_norm")
       return place(x + out, "batch", "length", None), None
     flat, counts, chosen = jax.tree.map(
       lambda leaf: _flat(layout, leaf), (normed, copies, chosen)
@@ -119,12 +117,16 @@ class Block(nnx.Module):
     y, took = (_unflat(layout, leaf, x.shape[:2]) for leaf in (y, took))
     return place(x + y, "batch", "length", None), (aux, took)
 
-  def _norm(self, x: Array, scale: nnx.Param) -> Array:
+  def _norm(self, x: Array, name: str) -> Array:
+    """Returns x under the norm of a name, or x where the layer has none."""
+    scale = getattr(self, name, None)
+    if scale is None:
+      return x
     return attention.norm(self.config, x, scale.get_value())
 
 
 class Transformer(lora.Adapted):
-  """A decoder as of Qwen, Llama or Gemma, with the methods of `policy.Policy`.
+  """A decoder as of Qwen, Llama, Gemma or OLMo: a `policy.Policy`.
 
   Random matrices are the same with and without adapters, which add nothing yet.
   `Initializer.matrix` gives their standard deviations.
@@ -281,7 +283,7 @@ class Transformer(lora.Adapted):
       return (x, cache), routed
 
     x = lora.lookup(self._outside(layout), "embed", tokens, config.dtype)
-    if config.gemma:
+    if config.architecture == "gemma":
       x *= jnp.asarray(math.sqrt(config.d_model), x.dtype)
     x = sharding.constrain(layout, x, "batch", "length", None)
     carry, routed = (x, cache), []

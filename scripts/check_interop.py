@@ -87,10 +87,18 @@ def configs():
     ),
     "gemma3": config.tiny(
       **sizes,
-      gemma=True,
+      architecture="gemma",
       query_pre_attn_scalar=9,
       rope_scaling=rope.Linear(factor=2.0),
       window=config.Window(size=5, full_every=2, rope_theta=100.0),
+    ),
+    "olmo2": config.tiny(**sizes, architecture="olmo"),
+    "olmo3": config.tiny(
+      **sizes | {"num_kv_heads": 4},
+      architecture="olmo",
+      rope_theta=5e5,
+      rope_scaling=yarn,
+      window=config.Window(size=5, full_every=2, rope_theta=5e5),
     ),
     "moe_yarn": config.tiny_moe(**sizes, rope_scaling=yarn, dense_layers=(0,)),
   }
@@ -132,6 +140,7 @@ def adapted():
     "moe_all": ("moe", lora.TARGETS),
     "moe_mixed": ("moe_tied", (*mlp, "router")),
     "biased": ("qwen2", lora.TARGETS[:7]),
+    "olmo": ("olmo2", lora.TARGETS[:7]),
     "gemma": ("gemma3", lora.TARGETS[:7]),
     "moe_attention": ("moe", ("query", "value")),
     "moe_gate": ("moe", ("gate",)),

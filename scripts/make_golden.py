@@ -55,6 +55,8 @@ EXPERTS = {
   "num_experts": 6,
   "num_experts_per_tok": 2,
 }
+# torch has no gradient of the embedding of padding.
+UNPADDED = {"pad_token_id": None, "eos_token_id": None}
 MODELS = {
   "qwen2": {"rope_theta": 1e4},
   "qwen3": {"rope_theta": 1e4},
@@ -94,6 +96,26 @@ MODELS = {
   },
   "llama3_tied": {"rope_theta": 1e4, "tie_word_embeddings": True},
   "mistral": {"rope_theta": 1e4, "sliding_window": 5},
+  "olmo2": UNPADDED | {"rope_theta": 1e4},
+  # The last of the three layers sees more than four tokens, and alone scales.
+  "olmo3": UNPADDED
+  | {
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 4,
+    "rope_parameters": {
+      "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+      "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 4.0,
+        "attention_factor": 1.25,
+      },
+    },
+  },
   # The last of the three layers sees more than four tokens.
   "gemma3": {
     "num_hidden_layers": 3,
@@ -177,6 +199,12 @@ def write_model(directory: pathlib.Path, sizes: dict) -> None:
   elif directory.name.startswith("gemma3"):
     config = transformers.Gemma3TextConfig(**SIZES | sizes)
     cls = transformers.Gemma3ForCausalLM
+  elif directory.name.startswith("olmo2"):
+    config = transformers.Olmo2Config(**SIZES | sizes)
+    cls = transformers.Olmo2ForCausalLM
+  elif directory.name.startswith("olmo3"):
+    config = transformers.Olmo3Config(**SIZES | sizes)
+    cls = transformers.Olmo3ForCausalLM
   elif directory.name.startswith("qwen2"):
     config = transformers.Qwen2Config(**SIZES | sizes)
     cls = transformers.Qwen2ForCausalLM

@@ -546,7 +546,8 @@ CAUSES = (
     sees=(
       "architectures=['Gpt'] is not supported; use a checkpoint of"
       " Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM,"
-      " LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM"
+      " LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM,"
+      " Olmo2ForCausalLM, Olmo3ForCausalLM"
     ),
     why="config.json of the model was read in full. What is not known might"
     " change its result, so it is refused rather than ignored.",

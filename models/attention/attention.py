@@ -86,6 +86,18 @@ def norm(
   return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
 
 
+def _head_norm(
+  config: config_lib.ModelConfig,
+  x: Float[Array, "B L H d"],
+  scale: Float[Array, " D"],
+) -> Float[Array, "B L H d"]:
+  """Returns heads normed, each by itself or all as one vector."""
+  if config.architecture == "olmo":
+    flat = x.reshape(*x.shape[:2], -1)
+    return norm(config, flat, scale).reshape(x.shape)
+  return norm(config, x, scale)
+
+
 class Attention(lora.Adapted):
   """Projections around the softmax, which `attend` is."""
 
@@ -102,8 +114,10 @@ class Attention(lora.Adapted):
       self.key_bias = initializer.bias("kv_heads", "head_dim")
       self.value_bias = initializer.bias("kv_heads", "head_dim")
     if self.config.qk_norm:
-      self.query_norm = initializer.norm(width)
-      self.key_norm = initializer.norm(width)
+      olmo = self.config.architecture == "olmo"
+      heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+      self.query_norm = initializer.norm(width * (heads if olmo else 1))
+      self.key_norm = initializer.norm(width * (kv_heads if olmo else 1))
     initializer.adapt(self)
 
   def project(
@@ -124,8 +138,8 @@ class Attention(lora.Adapted):
       key = _biased(key, params["key_bias"])
       value = _biased(value, params["value_bias"])
     if self.config.qk_norm:
-      query = norm(self.config, query, params["query_norm"])
-      key = norm(self.config, key, params["key_norm"])
+      query = _head_norm(self.config, query, params["query_norm"])
+      key = _head_norm(self.config, key, params["key_norm"])
     frequency, growth = self._rotary(layer)
     key = rope.rotate(key, positions, frequency, growth)
     if (width := self.config.query_pre_attn_scalar) is not None:
@@ -138,7 +152,10 @@ class Attention(lora.Adapted):
 
   def _rotary(
     self, layer: int | Int32[Array, ""]
-  ) -> tuple[Float32[Array, " half"] | Float32[np.ndarray, " half"], float]:
+  ) -> tuple[
+    Float32[Array, " half"] | Float32[np.ndarray, " half"],
+    float | Float32[Array, ""],
+  ]:
     """Returns what `rope.frequencies` does, of a layer."""
     config, window = self.config, self.config.window
     found, growth = rope.frequencies(
@@ -147,7 +164,8 @@ class Attention(lora.Adapted):
     if window is None or window.rope_theta is None:
       return found, growth
     near, _ = rope.frequencies(config.head_dim, window.rope_theta, None)
-    return jnp.where(window.holds(layer), near, found), growth
+    slides = window.holds(layer)
+    return jnp.where(slides, near, found), jnp.where(slides, 1, growth)
 
 
 def attend(

@@ -28,6 +28,8 @@ ARCHITECTURES = {
   "LlamaForCausalLM": "llama",
   "MistralForCausalLM": "mistral",
   "Gemma3ForCausalLM": "gemma3_text",
+  "Olmo2ForCausalLM": "olmo2",
+  "Olmo3ForCausalLM": "olmo3",
 }
 """Supported architectures, and what the file calls their family.
 
@@ -67,7 +69,13 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "query_pre_attn_scalar": 256,
     "rope_local_base_freq": 10_000.0,
   },
+  "olmo2": {"rms_norm_eps": 1e-5},
+  "olmo3": {"rms_norm_eps": 1e-5},
 }
+_THETAS = {"gemma3_text": 1e6, "olmo3": 5e5}
+_WINDOWED = ("mistral", "gemma3_text", "olmo3")
+# Of so many layers the last has no window, unless the file says otherwise.
+_FULL_EVERY = {"gemma3_text": 6, "olmo3": 4}
 _MUST_BE = {"attention_dropout": 0, "is_encoder_decoder": False}
 _OTHER = {
   *("architectures", "model_type", "dtype", "torch_dtype", "layer_types"),
@@ -83,6 +91,8 @@ _MUST_BE_OF: dict[str, dict[str, Any]] = {
   "qwen3_moe": _SILU | _UNBIASED,
   "llama": _SILU | _UNBIASED | {"mlp_bias": False, "pretraining_tp": 1},
   "mistral": {"hidden_act": "silu"},
+  "olmo2": _UNBIASED | {"hidden_act": "silu"},
+  "olmo3": _UNBIASED | {"hidden_act": "silu"},
   "gemma3_text": _UNBIASED
   | {
     "hidden_act": _GELU,
@@ -101,11 +111,7 @@ _MUST_BE_READ = {
 }
 _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 _OTHER_OF = {
-  "mistral": {"sliding_window"},
-  "gemma3_text": {
-    *("sliding_window", "query_pre_attn_scalar", "rope_local_base_freq"),
-    *_PATTERN,
-  },
+  "gemma3_text": {"query_pre_attn_scalar", "rope_local_base_freq", *_PATTERN},
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _OTHER_EXPERT = {"num_local_experts", "decoder_sparse_step", "mlp_only_layers"}
@@ -144,7 +150,7 @@ def load(
   """
   path = pathlib.Path(directory, "config.json")
   data = untrusted_files.read_object(path)
-  if data.get("model_type") in ("mistral", "gemma3_text"):
+  if data.get("model_type") in _WINDOWED:
     data.setdefault("sliding_window", 4096)  # As in transformers.
   # What is null takes its default in transformers, and so it does here.
   data = {name: value for name, value in data.items() if value is not None}
@@ -169,8 +175,10 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   sparse = config.num_experts > 0
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
   family = "qwen2" if config.qkv_bias else "llama"
-  if config.gemma:
+  if config.architecture == "gemma":
     family = "gemma3_text"
+  elif config.architecture == "olmo":
+    family = "olmo3" if config.window is not None else "olmo2"
   elif config.qk_norm:
     family = "qwen3_moe" if sparse else "qwen3"
   elif config.window is not None:
@@ -195,7 +203,9 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
     data["mlp_only_layers"] = list(config.dense_layers)
   if config.window is not None:
     data["sliding_window"] = config.window.size
-  if config.gemma:
+  if family in _FULL_EVERY:
+    data["layer_types"] = _layer_types(config.window, config.num_layers)
+  if family == "gemma3_text":
     data |= _gemma_to_hf(config)
   return dict(sorted(data.items()))
 
@@ -203,7 +213,6 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
 def _gemma_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   window = config.window
   data: dict[str, Any] = {
-    "layer_types": _layer_types(window, config.num_layers),
     "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,
     "rope_local_base_freq": config.rope_theta,
   }
@@ -221,9 +230,9 @@ def _read(
   sparse = family == "qwen3_moe"
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
   data = data | _one_name(data, "num_experts", "num_local_experts", sparse)
-  gemma = family == "gemma3_text"
-  normed = gemma or family in ("qwen3", "qwen3_moe")
-  data = data if normed else _with_head_dim(data)
+  gemma, olmo = family == "gemma3_text", family in ("olmo2", "olmo3")
+  normed = gemma or olmo or family in ("qwen3", "qwen3_moe")
+  data = data if normed and not olmo else _with_head_dim(data)
   known = {*names, *_OTHER, *_OTHER_OF.get(family, ())}
   known |= _OTHER_EXPERT if sparse else set()
   _refuse(data, known, _MUST_BE | _MUST_BE_OF[family] | _MUST_BE_READ)
@@ -232,7 +241,7 @@ def _read(
     "num_experts": 0,
     "qk_norm": normed,
     "qkv_bias": family == "qwen2",
-    "gemma": gemma,
+    "architecture": "gemma" if gemma else "olmo" if olmo else "llama",
   }
   data = _DEFAULTS_OF.get(family, {}) | data
   for name, field in names.items():
@@ -250,7 +259,7 @@ def _read(
     scalar = _typed("query_pre_attn_scalar", scalar, int)
     if scalar != fields["head_dim"]:
       fields["query_pre_attn_scalar"] = scalar
-  theta = 1e6 if gemma else 1e4  # As in transformers.
+  theta = _THETAS.get(family, 1e4)  # As in transformers.
   fields["rope_theta"], fields["rope_scaling"] = _read_rope(data, theta)
   if sparse and fields["num_experts"]:
     fields["dense_layers"] = _read_dense(data, fields["num_layers"])
@@ -265,18 +274,19 @@ def _read_window(
   num_layers = max(0, fields["num_layers"])
   types = _typed("layer_types", data.get("layer_types", []), list)
   window = None
-  if family in _OTHER_OF and "sliding_window" in data:
+  if family in _WINDOWED and "sliding_window" in data:
     size = _typed("sliding_window", data["sliding_window"], int)
     window = config_lib.Window(size=size)
-  if family == "gemma3_text" and window is not None:
+  if family in _FULL_EVERY and window is not None:
     every = 1 + types.index(_FULL) if _FULL in types else 0
     if (named := _one_name(data, *_PATTERN)) or not types:
-      every = _typed(_PATTERN[0], named.get(_PATTERN[0], 6), int)
-    theta = _read_local_theta(data)
+      default = _FULL_EVERY[family]
+      every = _typed(_PATTERN[0], named.get(_PATTERN[0], default), int)
+    default = data.get("rope_local_base_freq", fields["rope_theta"])
+    theta = _read_local_theta(data, default)
+    same = theta == fields["rope_theta"] and fields["rope_scaling"] is None
     window = dataclasses.replace(
-      window,
-      full_every=every,
-      rope_theta=None if theta == fields["rope_theta"] else theta,
+      window, full_every=every, rope_theta=None if same else theta
     )
   if not types:
     return window
@@ -284,7 +294,7 @@ def _read_window(
     if types == _layer_types(one, num_layers):
       return one
   wanted = f"in each of {num_layers} layers"
-  if family == "gemma3_text":
+  if family in _FULL_EVERY:
     wanted += f", or last in each group of equally many, with {_SLIDING} before"
   raise ValueError(
     f"layer_types={json.dumps(types)} is not supported; use a checkpoint with "
@@ -301,11 +311,11 @@ def _layer_types(
   ]
 
 
-def _read_local_theta(data: Mapping[str, Any]) -> float:
-  """Returns theta of a Gemma's layers with a window."""
+def _read_local_theta(data: Mapping[str, Any], default: Any) -> float:
+  """Returns theta of the layers with a window, where others have none."""
   nested = data.get("rope_parameters", {}).get(_SLIDING) or {}
   nested = {"rope_type": "default"} | _typed(_SLIDING, nested, dict)
-  theta = nested.pop("rope_theta", data["rope_local_base_freq"])
+  theta = nested.pop("rope_theta", default)
   theta = _typed("rope_theta", theta, float)
   if nested != {"rope_type": "default"}:
     raise ValueError(
@@ -445,7 +455,7 @@ def _read_rope(
 ) -> tuple[float, rope.Scaling | None]:
   """Returns theta and scaling, as written by transformers 4 or by 5.
 
-  Those of a Gemma are of its layers without a window.
+  Those of a Gemma or OLMo are of its layers without a window.
   """
   found = _one_name(data, "rope_parameters", "rope_scaling")
   values = found.get("rope_parameters", {})

@@ -44,12 +44,12 @@ _LAYER = {
   "moe.down": ("mlp.experts.{}.down_proj", 1),
 }
 """Ours -> (theirs, number of input axes); with 0 of those both are the same."""
-_GEMMA = {
+_NORMED_OUTPUT = {
   "post_attention_norm": ("post_attention_layernorm", 0),
   "mlp_norm": ("pre_feedforward_layernorm", 0),
   "post_mlp_norm": ("post_feedforward_layernorm", 0),
 }
-"""What has another name in a layer of Gemma."""
+"""What has another name in a layer of Gemma or OLMo."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ def entries(config: config_lib.ModelConfig) -> definition.Params:
     ValueError: a policy that is not ours has others than these parameters.
   """
   config = layer_stack.unrolled(dataclasses.replace(config, lora=None))
-  layer_names = _LAYER | _GEMMA if config.gemma else _LAYER
+  layer_names = _LAYER | (_NORMED_OUTPUT if config.norms_output else {})
   bare = policy_lib.of(config)
 
   def leaf(path, axes: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> Entry:

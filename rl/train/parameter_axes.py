@@ -41,7 +41,7 @@ def _modules() -> dict[str, Any]:
     num_layers=2,
     dense_layers=(0,),
     qkv_bias=True,
-    gemma=True,
+    architecture="gemma",  # It has all norms.
     lora=lora.Lora(),
   )
   dense, sparse = policy_lib.of(config).axes["layers"].values()

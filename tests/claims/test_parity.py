@@ -25,11 +25,11 @@ pytestmark = pytest.mark.compiled
 GOLDEN = pathlib.Path(__file__).parents[1] / "models" / "golden"
 MODELS = (
   *("qwen2", "qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed"),
-  *("llama3", "llama3_tied", "mistral", "gemma3"),
+  *("llama3", "llama3_tied", "mistral", "gemma3", "olmo2", "olmo3"),
 )
 # Also eagerly: these have every part. That weights of experts which do not sum
 # to 1, and other rotations, are the same eagerly is for tests of these parts.
-EAGER = ("qwen3_moe", "llama3_tied", "gemma3")
+EAGER = ("qwen3_moe", "llama3_tied", "gemma3", "olmo3")
 LOGITS = 2e-5  # Absolute; the largest logit is 5.
 GRADIENT = 5e-5  # Of the largest entry of a parameter's gradient.
 # Which of the sequences of 9, 1, 14, 5 and 7 tokens share a row.

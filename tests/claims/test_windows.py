@@ -29,31 +29,42 @@ CONFIG = config_lib.tiny(
   d_ff=24,
   max_length=LENGTH,
   rope_scaling=rope.Linear(factor=2.0),
-  gemma=True,
+  architecture="gemma",
   window=WINDOW,
   query_pre_attn_scalar=3,
 )
+# Its heads are normed as one, of which devices may hold parts.
+OLMO = dataclasses.replace(
+  CONFIG,
+  architecture="olmo",
+  rope_theta=5e5,
+  rope_scaling=rope.Yarn(factor=2.0, original_max_length=8),
+  window=dataclasses.replace(WINDOW, rope_theta=5e5),
+  query_pre_attn_scalar=None,
+)
+CONFIGS = {"gemma": CONFIG, "olmo": OLMO}
 FEED = jax.jit(small_models.feed, static_argnames=("config", "chunks"))
 needs_devices = pytest.mark.skipif(
   jax.device_count() < 8, reason="needs 8 devices"
 )
 
 
-def of_form(layers):
-  compute = dataclasses.replace(CONFIG.compute, layers=layers)
-  return dataclasses.replace(CONFIG, compute=compute)
+def of_form(layers, architecture="gemma"):
+  config = CONFIGS[architecture]
+  compute = dataclasses.replace(config.compute, layers=layers)
+  return dataclasses.replace(config, compute=compute)
 
 
 @functools.cache
-def noisy():
-  return small_models.noisy(of_form("unroll"), of_norms=0.0)
+def noisy(architecture="gemma"):
+  return small_models.noisy(of_form("unroll", architecture), of_norms=0.0)
 
 
 stack = functools.partial(layer_stack.stack, join=np.stack)
 
 
 def params_of(config):
-  return stack(noisy(), config)
+  return stack(noisy(config.architecture), config)
 
 
 def rows():
@@ -76,8 +87,9 @@ def outcome(config, params, layout=None):
 
 
 @functools.cache
-def unrolled():
-  return jax.device_get(outcome(of_form("unroll"), noisy()))
+def unrolled(architecture="gemma"):
+  config = of_form("unroll", architecture)
+  return jax.device_get(outcome(config, noisy(architecture)))
 
 
 def assert_close(found, expected):
@@ -105,29 +117,31 @@ def test_a_window_changes_what_comes_after_it_alone():
 
 
 @needs_devices
-def test_a_mesh_changes_nothing():
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_mesh_changes_nothing(architecture):
   layout = sharding.Layout(sharding.make_mesh(data=2, tensor=2, context=2))
-  config = of_form("scan")
+  config = of_form("scan", architecture)
   places = layout.tree(policy_lib.of(config).axes)
   params = jax.device_put(params_of(config), places)
   gradient, states = outcome(config, params, layout)
-  expected, whole = unrolled()
+  expected, whole = unrolled(architecture)
   assert_close(gradient, stack(expected, config))
   assert_close(states, whole)
 
 
 @pytest.mark.parametrize(
-  ("layers", "tensor", "sizes"),
+  ("architecture", "layers", "tensor", "sizes"),
   [
-    ("unroll", 1, (LENGTH,)),
-    ("unroll", 1, (7, 1, 1, 1, 5, 5)),
-    ("scan", 1, (7, 1, 1, 1, 5, 5)),
-    ("scan", 1, (1,) * LENGTH),
-    pytest.param("scan", 2, (7, 1, 1, 1, 5, 5), marks=needs_devices),
+    ("gemma", "unroll", 1, (LENGTH,)),
+    ("gemma", "unroll", 1, (7, 1, 1, 1, 5, 5)),
+    ("gemma", "scan", 1, (7, 1, 1, 1, 5, 5)),
+    ("gemma", "scan", 1, (1,) * LENGTH),
+    pytest.param("gemma", "scan", 2, (7, 1, 1, 1, 5, 5), marks=needs_devices),
+    pytest.param("olmo", "scan", 2, (7, 1, 1, 1, 5, 5), marks=needs_devices),
   ],
 )
-def test_pages_give_what_rows_do(layers, tensor, sizes):
-  config = of_form(layers)
+def test_pages_give_what_rows_do(architecture, layers, tensor, sizes):
+  config = of_form(layers, architecture)
   params, feed = params_of(config), FEED
   if tensor == 2:
     mesh = sharding.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
@@ -145,6 +159,6 @@ def test_pages_give_what_rows_do(layers, tensor, sizes):
     *(feed, params, config, kv_cache.init_cache(config, 10, PAGE)),
     *(jnp.asarray(tables, jnp.int32), tokens, positions, sizes),
   )
-  _, whole = unrolled()
+  _, whole = unrolled(architecture)
   assert_close(states[0], whole[0])
   assert_close(states[1, :12], whole[1, :12])

@@ -1,4 +1,4 @@
-"""Decoders of five families in float64 NumPy, token by token and head by head.
+"""Decoders of six families in float64 NumPy, token by token and head by head.
 
 It knows a checkpoint by the names of its tensors and its config.json, and
 shares no code with what it checks; `checkpoint` gives our parameters the same
@@ -8,7 +8,7 @@ Sources: Qwen3, arXiv 2505.09388, section 2; Llama 3, 2407.21783, section 3.2;
 its scaling of positions: the code of Llama 3.1; RMSNorm, 1910.07467, eq. 4;
 rotary positions, 2104.09864, eq. 15; YaRN, 2309.00071; SwiGLU, 2002.05202,
 eq. 5; windows, norms and embeddings of Gemma 3: 2503.19786, section 2, and its
-code.
+code; norms of OLMo 2: 2501.00656, section 3.2.
 """
 
 from collections.abc import Mapping
@@ -27,6 +27,7 @@ def forward(
   embed = tensors["model.embed_tokens.weight"]
   eps = config["rms_norm_eps"]
   gemma = config["model_type"] == "gemma3_text"
+  olmo = config["model_type"] in ("olmo2", "olmo3")
   if gemma:  # Its norms count from 1.
     tensors = {k: v + (v.ndim == 1) for k, v in tensors.items()}
   x = embed[tokens] * (np.sqrt(config["hidden_size"]) if gemma else 1)
@@ -37,16 +38,16 @@ def forward(
       for name, tensor in tensors.items()
       if name.startswith(start)
     }
-    normed = norm(x, layer["input_layernorm"], eps)
+    normed = x if olmo else norm(x, layer["input_layernorm"], eps)
     added = attention(layer, config, normed, index)
     before = "post_attention_layernorm"
-    if gemma:
+    if gemma or olmo:
       added = norm(added, layer["post_attention_layernorm"], eps)
       before = "pre_feedforward_layernorm"
     x = x + added
-    normed = norm(x, layer[before], eps)
+    normed = x if olmo else norm(x, layer[before], eps)
     added = np.stack([mixed(layer, config, token) for token in normed])
-    if gemma:
+    if gemma or olmo:
       added = norm(added, layer["post_feedforward_layernorm"], eps)
     x = x + added
   tied = config["tie_word_embeddings"]
@@ -62,12 +63,12 @@ def attention(
   layer: Tensors, config: Mapping[str, Any], x: np.ndarray, index: int
 ):
   """Every token looks at itself and at what came before, maybe not far."""
-  every = config.get("sliding_window_pattern", 0)
-  slides = config["model_type"] in ("mistral", "gemma3_text")
-  if every and (index + 1) % every == 0:
-    slides = False
+  slides = config["model_type"] == "mistral"
+  if config["model_type"] in ("gemma3_text", "olmo3"):
+    slides = config["layer_types"][index] == "sliding_attention"
   window = config.get("sliding_window") if slides else None
   width, eps = config["head_dim"], config["rms_norm_eps"]
+  olmo = config["model_type"] in ("olmo2", "olmo3")
   group = config["num_attention_heads"] // config["num_key_value_heads"]
   frequency, growth = rotary(config, slides)
   scale = config.get("query_pre_attn_scalar", width)
@@ -81,7 +82,8 @@ def attention(
     """Positions turn x[i] + i x[i + half] in the complex plane."""
     h = heads(name, token)
     if f"self_attn.{name}_norm" in layer:
-      h = norm(h, layer[f"self_attn.{name}_norm"], eps)
+      h = h.reshape(-1) if olmo else h
+      h = norm(h, layer[f"self_attn.{name}_norm"], eps).reshape(-1, width)
     z = h[:, : width // 2] + 1j * h[:, width // 2 :]
     z = z * np.exp(1j * position * frequency) * growth
     return np.concatenate([z.real, z.imag], -1)
@@ -132,7 +134,8 @@ def rotary(config: Mapping[str, Any], slides: bool) -> tuple[np.ndarray, float]:
   high = np.ceil(pair(rope.get("beta_slow", 1)))
   slow = np.clip((pairs - low) / (high - low), 0, 1)
   scaled = (1 - slow) * frequency + slow * frequency / rope["factor"]
-  return scaled, 0.1 * np.log(rope["factor"]) + 1
+  growth = 0.1 * np.log(rope["factor"]) + 1
+  return scaled, rope.get("attention_factor") or growth
 
 
 def mixed(layer: Tensors, config: Mapping[str, Any], x: np.ndarray):
@@ -161,12 +164,15 @@ def softmax(x: np.ndarray) -> np.ndarray:
   return weights / weights.sum()
 
 
-def gemma_norms(layer: Mapping[str, Any]) -> dict[str, Any]:
-  return {
-    "post_attention_layernorm": layer["post_attention_norm"],
-    "pre_feedforward_layernorm": layer["mlp_norm"],
-    "post_feedforward_layernorm": layer["post_mlp_norm"],
-  }
+def layer_norms(layer: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the norms around attention and MLP, which a Gemma all has."""
+  names = {"attention_norm": "input_layernorm"}
+  names["mlp_norm"] = "post_attention_layernorm"
+  if "post_mlp_norm" in layer:
+    names["mlp_norm"] = "pre_feedforward_layernorm"
+    names["post_attention_norm"] = "post_attention_layernorm"
+    names["post_mlp_norm"] = "post_feedforward_layernorm"
+  return {names[name]: layer[name] for name in names if name in layer}
 
 
 def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -180,9 +186,7 @@ def checkpoint(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
   for index, layer in params["layers"].items():
     ours, d_model = layer["attention"], len(params["final_norm"])
     own = {
-      "input_layernorm": layer["attention_norm"],
-      "post_attention_layernorm": layer["mlp_norm"],
-      **(gemma_norms(layer) if "post_mlp_norm" in layer else {}),
+      **layer_norms(layer),
       "self_attn.q_proj": ours["query"].reshape(d_model, -1).T,
       "self_attn.k_proj": ours["key"].reshape(d_model, -1).T,
       "self_attn.v_proj": ours["value"].reshape(d_model, -1).T,

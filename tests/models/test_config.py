@@ -46,11 +46,18 @@ from rl.settings import overrides as overrides_lib
       {"qkv_bias": True},
       "model.qkv_bias=true with qk_norm=true: no published family has both",
     ),
-    ({"gemma": True}, "model.gemma=true with num_experts=4: Gemma 3 is with"),
+    (
+      {"architecture": "gemma"},
+      "model.architecture=gemma with num_experts=4: no published family has b",
+    ),
+    (
+      {"architecture": "olmo", "qk_norm": False, "num_experts": 0},
+      "model.architecture=olmo with qk_norm=false: no published family has bo",
+    ),
     (
       {"num_experts": 0, "window": config_lib.Window(size=9)},
-      "model.qk_norm=true with a window: no published family but Gemma 3 has "
-      "both; use qk_norm=false, as in Mistral 7B",
+      "model.qk_norm=true with a window: no published family but Gemma and "
+      "OLMo has both; use qk_norm=false, as in Mistral 7B",
     ),
     (
       {
@@ -61,14 +68,22 @@ from rl.settings import overrides as overrides_lib
     ),
     (
       {
-        **{"num_experts": 0, "gemma": True},
-        "rope_scaling": rope.Yarn(factor=2.0, original_max_length=8),
+        **{"num_experts": 0, "architecture": "gemma"},
+        "rope_scaling": rope.Linear(factor=2.0),
+        "window": config_lib.Window(size=9),
       },
-      "model.rope_scaling=yarn with gemma=true is not supported; use rope_scal",
+      "model.window.rope_theta=none with rope_scaling, which layers with a wi",
+    ),
+    (
+      {
+        **{"num_experts": 0, "architecture": "olmo"},
+        "window": config_lib.Window(size=9),
+      },
+      "model.rope_theta=10000.0 with architecture=olmo: no published OLMo with",
     ),
     (
       {"query_pre_attn_scalar": 9},
-      "model.query_pre_attn_scalar=9 is for gemma=true, and above 0; use none",
+      "model.query_pre_attn_scalar=9 is for architecture=gemma, and above 0",
     ),
     (
       {"dense_layers": (1, 4)},
@@ -187,6 +202,22 @@ def test_gemma_presets_have_the_published_number_of_parameters(size):
   rest = total - outside_embeddings(config)
   wanted = [pytest.approx(x * 1e9, rel=0.005) for x in PUBLISHED_GEMMA[size]]
   assert [total, rest] == wanted
+
+
+# Numbers of weights of allenai/OLMo-2-0425-1B, ..., Olmo-3-7B-Instruct, ...
+PUBLISHED_OLMO = {
+  config_lib.olmo2: {"1b": 1.485, "7b": 7.299, "13b": 13.716, "32b": 32.234},
+  config_lib.olmo3: {"7b": 7.298, "32b": 32.234},
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED_OLMO)
+def test_olmo_presets_have_the_published_number_of_parameters(family):
+  for size, wanted in PUBLISHED_OLMO[family].items():
+    config = family(size)
+    checks.validate(config)
+    total = memory_report.num_params(config).total
+    assert total == pytest.approx(wanted * 1e9, rel=0.0005)
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

@@ -38,7 +38,7 @@ def check(config: config_lib.ModelConfig) -> None:
   if HEAD_DIM % config.head_dim or config.head_dim % 2:
     out = f"serves even divisors of {HEAD_DIM}; use one, or engine=built_in"
     raise ValueError(f"model.head_dim={config.head_dim}: sglang-jax {out}")
-  for name, wanted in (("qk_norm", True), ("gemma", False)):
+  for name, wanted in (("qk_norm", True), ("architecture", "llama")):
     if (found := getattr(config, name)) != wanted:
       out = "sglang-jax is told of a Qwen3; use engine=built_in"
       raise ValueError(f"model.{name}={str(found).lower()}: {out}")

@@ -183,6 +183,53 @@ GEMMA = {
   "use_cache": True,
   "vocab_size": 262144,
 }
+# allenai/Olmo-3-7B-Instruct, and in it what allenai/OLMo-2-0425-1B has.
+OLMO = {
+  "architectures": ["Olmo3ForCausalLM"],
+  "attention_bias": False,
+  "attention_dropout": 0.0,
+  "eos_token_id": 100257,
+  "hidden_act": "silu",
+  "hidden_size": 4096,
+  "initializer_range": 0.02,
+  "intermediate_size": 11008,
+  "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+  "max_position_embeddings": 65536,
+  "model_type": "olmo3",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "num_key_value_heads": 32,
+  "pad_token_id": 100277,
+  "rms_norm_eps": 1e-06,
+  "rope_scaling": {
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "yarn",
+  },
+  "rope_theta": 500000,
+  "sliding_window": 4096,
+  "tie_word_embeddings": False,
+  "transformers_version": "4.57.0",
+  "use_cache": False,
+  "vocab_size": 100278,
+}
+OLMO2 = OLMO | {
+  "architectures": ["Olmo2ForCausalLM"],
+  "hidden_size": 2048,
+  "intermediate_size": 8192,
+  "layer_types": None,
+  "max_position_embeddings": 4096,
+  "model_type": "olmo2",
+  "num_attention_heads": 16,
+  "num_hidden_layers": 16,
+  "num_key_value_heads": 16,
+  "rope_scaling": None,
+  "sliding_window": None,
+  "vocab_size": 100352,
+}
 YARN = {
   "rope_type": "yarn",
   "factor": 4.0,
@@ -204,6 +251,9 @@ def test_published_files_are_the_presets(tmp_path):
   )
   assert read(tmp_path, LLAMA) == config_lib.llama3("3.1-8b", compute=compute)
   assert read(tmp_path, GEMMA) == config_lib.gemma3("1b", compute=compute)
+  in_float32 = config_lib.Compute(dtype="float32")
+  assert read(tmp_path, OLMO) == config_lib.olmo3("7b", compute=in_float32)
+  assert read(tmp_path, OLMO2) == config_lib.olmo2("1b", compute=in_float32)
 
 
 def test_other_families_are_read(tmp_path):
@@ -252,6 +302,20 @@ def test_windows_are_read_by_the_type_of_each_layer(tmp_path):
   )
 
 
+def test_an_olmo_is_read_as_either_transformers_wrote_it(tmp_path):
+  config = read(tmp_path, OLMO)
+  bare = {k: v for k, v in OLMO.items() if not k.startswith("rope_")}
+  theta = {"rope_theta": 500000.0}
+  nested = {
+    "sliding_attention": {"rope_type": "default", **theta},
+    "full_attention": OLMO["rope_scaling"] | theta,
+  }
+  assert read(tmp_path, bare | {"rope_parameters": nested}) == config
+  assert read(tmp_path, OLMO | {"layer_types": None}) == config
+  with pytest.raises(ValueError, match=r"rope_theta=1000\.0 with architecture"):
+    read(tmp_path, OLMO | {"rope_theta": 1000})
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
@@ -268,7 +332,7 @@ def test_windows_are_read_by_the_type_of_each_layer(tmp_path):
     ({"sliding_window": 0}, "model.window.size=0 is below 1"),
     ({"sliding_window_pattern": -1}, "window.full_every=-1 is below 0"),
     ({"rope_local_base_freq": 1}, "window.rope_theta=1.0 is not above 1"),
-    ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is for gemma=tr"),
+    ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is for architec"),
     (
       {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
       'of sliding_attention as {"rope_type": "linear"} are not supported',
@@ -347,12 +411,15 @@ def test_files_of_transformers_5_are_read():
     config_lib.tiny(rope_scaling=rope.Linear(factor=2.0), compute=FLOAT32),
     config_lib.tiny(qk_norm=False, qkv_bias=True, compute=FLOAT32),
     *map(config_lib.gemma3, ("270m", "1b", "4b", "12b", "27b")),
-    config_lib.tiny(gemma=True, compute=FLOAT32),
+    *map(config_lib.olmo2, ("1b", "7b", "13b", "32b")),
+    *map(config_lib.olmo3, ("7b", "32b")),
+    config_lib.tiny(architecture="olmo", compute=FLOAT32),
+    config_lib.tiny(architecture="gemma", compute=FLOAT32),
     config_lib.tiny(
       qk_norm=False, window=config_lib.Window(size=9), compute=FLOAT32
     ),
     config_lib.tiny(
-      gemma=True,
+      architecture="gemma",
       query_pre_attn_scalar=7,
       window=config_lib.Window(size=9, full_every=6, rope_theta=50.0),
       compute=FLOAT32,

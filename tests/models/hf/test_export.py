@@ -61,7 +61,8 @@ SIZES: dict[str, Any] = {
     **{"num_experts": 0, "dense_layers": ()},
     **{"qk_norm": False, "qkv_bias": True},
   },
-  "gemma": {"num_experts": 0, "dense_layers": (), "gemma": True},
+  "gemma": {"num_experts": 0, "dense_layers": (), "architecture": "gemma"},
+  "olmo": {"num_experts": 0, "dense_layers": (), "architecture": "olmo"},
 }
 
 

@@ -196,7 +196,7 @@ def test_leaves_of_another_model_are_refused(paths, shape, words):
     ({"head_dim": 256}, "head_dim=256"),
     ({"rope_scaling": rope.Linear(factor=2.0)}, "rope_scaling=Linear"),
     ({"qk_norm": False}, "qk_norm=false"),
-    ({"gemma": True}, "gemma=true"),
+    ({"architecture": "olmo"}, "architecture=olmo"),
   ],
 )
 def test_what_it_would_compute_otherwise_is_refused(changes, words):
