@@ -38,8 +38,6 @@ from models.moe import layer as moe_layer
 _Cache = TypeVar("_Cache")
 
 _INPUT = "layer_input"
-_EVERYTHING = 2**30
-"""Tokens that a query sees without a window."""
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
   "none": lambda layer: layer,
@@ -173,6 +171,7 @@ class Transformer(lora.Adapted):
         [mask.KeyValues(k, v, seen)],
         form=compute.attention,
         block=compute.attention_block,
+        window=None if window is None else window.size,
         layout=layout,
       )
       return mixed, nothing
@@ -337,7 +336,7 @@ def _reach(
   window: config_lib.Window, layer: Int32[Array, ""]
 ) -> Int32[Array, ""]:
   """Returns how many tokens, up to its own, a query of a layer sees."""
-  return jnp.where(window.holds(layer), window.size, _EVERYTHING)
+  return jnp.where(window.holds(layer), window.size, mask.NO_WINDOW)
 
 
 def _flat(

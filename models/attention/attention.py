@@ -175,6 +175,7 @@ def attend(
   *,
   form: str = "auto",
   block: int = 256,
+  window: int | None = None,
   layout: sharding.Layout | None = None,
 ) -> Float[Array, "B L H d"]:
   """Returns one softmax over the keys of all sources, times their values.
@@ -186,6 +187,8 @@ def attend(
     form: of those in `backend`; "auto" is what `backend.choose` takes, and
       "packed" the same, but by `packed` where that can.
     block: queries and keys of a tile of the blockwise form.
+    window: tokens that queries see if they have a window, which follows from
+      `token_mask`; needed where that has one.
     layout: where rows and heads lie; None is one device.
 
   Raises:
@@ -214,7 +217,9 @@ def attend(
       if shared is not None:
         kernel = functools.partial(_gathering, kernel, shared.axes)
     case "splash":
-      kernel = functools.partial(splash.attend, interpret=platform != "tpu")
+      kernel = functools.partial(
+        splash.attend, interpret=platform != "tpu", window=window
+      )
     case "triton":
       kernel = functools.partial(triton.attend, interpret=platform != "gpu")
     case _:

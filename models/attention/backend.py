@@ -90,7 +90,7 @@ def refusal(form: str, case: Case) -> str | None:
     return f"cannot join {case.sources} sources of keys; {out}"
   if case.parents:
     return f"knows no shared prompts; {out}, or do not share them"
-  if case.windowed:
+  if case.windowed and form != "splash":
     return f"knows no window; {out}"
   if not case.in_order or case.queries != case.keys:
     return f"needs whole rows, in the order of their indices; {out}"

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 NO_PARENT = -1
+NO_WINDOW = 2**30
+"""Tokens that a query without a window sees."""
 
 
 class TokenMask(NamedTuple):
@@ -24,7 +26,8 @@ class TokenMask(NamedTuple):
       None when no query has one.
     places: of keys, in their conversation, from which parents and children are
       apart in a row; None without a window.
-    oldest: of queries: the first place that they see; None without a window.
+    oldest: of queries: the first place that they see, as far back from each of
+      them; None without a window.
   """
 
   positions: Int32[Array, "B L"] | None
@@ -61,6 +64,14 @@ def positions(token_mask: TokenMask) -> Int32[Array, "B L"]:
 def with_positions(token_mask: TokenMask) -> TokenMask:
   """Returns the mask with positions that are written out."""
   return token_mask._replace(positions=positions(token_mask))
+
+
+def has_window(queries: TokenMask) -> Bool[Array, ""]:
+  """Returns whether the window leaves anything out; `oldest` is given."""
+  assert queries.oldest is not None
+  assert queries.places is not None
+  reach = queries.places[0, 0] - queries.oldest[0, 0] + 1
+  return reach < NO_WINDOW
 
 
 def visible(queries: TokenMask, keys: TokenMask) -> Bool[Array, "B L S"]:

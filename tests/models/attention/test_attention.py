@@ -66,7 +66,9 @@ def pull_back(attend, args, cotangent):
   return out, *pull(cotangent)
 
 
-@functools.partial(jax.jit, static_argnames=("form", "block", "layout"))
+@functools.partial(
+  jax.jit, static_argnames=("form", "block", "window", "layout")
+)
 def gradients(args, token_mask, cotangent, form, **options):
   """`pull_back` of `whole`, as one program for all tests of one shape."""
   attend = functools.partial(whole, token_mask=token_mask, form=form, **options)
@@ -161,7 +163,7 @@ def within(token_mask, places, size):
   return token_mask._replace(places=places, oldest=places - size + 1)
 
 
-@pytest.mark.parametrize("form", ANY_TOKENS)
+@pytest.mark.parametrize("form", [*ANY_TOKENS, "splash"])
 def test_a_window_leaves_out_what_is_further_back(form):
   q, k, v = tokens(2, LENGTH)
   segments = segment_ids()
@@ -169,7 +171,7 @@ def test_a_window_leaves_out_what_is_further_back(form):
   # Half of the tiles of 8 that are neither later nor of other segments.
   token_mask = within(mask.packed_mask(segments), [index, index], 20)
   attend = functools.partial(gradients, [q, k, v], token_mask, q)
-  out, *grads = attend(form, block=8)
+  out, *grads = attend(form, block=8, window=20)
   ids = np.asarray(segments)
   expected = softmax(
     *(q, k, v),
@@ -177,6 +179,18 @@ def test_a_window_leaves_out_what_is_further_back(form):
   )
   assert_close(out, expected, 2e-6)
   for a, e in zip(grads, attend("reference")[1:], strict=True):
+    assert_close(a, e, 1e-5)
+
+
+def test_a_layer_without_the_window_of_others_sees_everything():
+  args, token_mask = tokens(2, LENGTH), mask.packed_mask(segment_ids())
+  index = np.arange(LENGTH)
+  far = within(token_mask, [index, index], mask.NO_WINDOW)
+  cotangent = draw(*args[0].shape, seed=9)
+  found = gradients(args, far, cotangent, "splash", window=20)
+  for a, e in zip(
+    found, gradients(args, token_mask, cotangent, "reference"), strict=True
+  ):
     assert_close(a, e, 1e-5)
 
 

@@ -60,6 +60,8 @@ def test_on_a_cpu_tiles_are_for_many_scores(queries, keys, form):
     # The mask alone: 32 * 4096^2 = 2^29.
     ("gpu", {"batch": 32}, "triton"),
     ("gpu", {"batch": 32, "parents": True}, "blockwise"),
+    ("gpu", {"batch": 32, "windowed": True}, "blockwise"),
+    ("tpu", {"windowed": True}, "splash"),
     # A device's part of a row that two share.
     ("gpu", {"batch": 64, "queries": 2048, "in_order": False}, "blockwise"),
     # A quarter of a row of 32,768: the mask of the whole row has 2^30.
