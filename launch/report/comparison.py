@@ -282,11 +282,13 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differing(runs: Sequence[ComparedRun]) -> list[str]:
-  """Returns the settings in which runs differ, in their order."""
-  names = dict.fromkeys(name for run in runs for name in run.settings)
-  return [
-    name for name in names if len({run.settings.get(name) for run in runs}) > 1
-  ]
+  """Returns the settings in which runs differ, in their order.
+
+  Runs whose settings cannot be read do not count.
+  """
+  known = [run.settings for run in runs if run.settings]
+  names = dict.fromkeys(name for settings in known for name in settings)
+  return [name for name in names if len({each.get(name) for each in known}) > 1]
 
 
 def ranked(runs: Sequence[ComparedRun], less: bool) -> list[ComparedRun]:

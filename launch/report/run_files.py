@@ -12,6 +12,7 @@ from typing import Any
 
 from launch.cli import config_file
 from models import untrusted_files
+from models.hf import safetensors_io
 from rl.runtime import segments, trace
 
 Rows = Sequence[Mapping[str, Any]]
@@ -38,9 +39,16 @@ decode = json.JSONDecoder(
 
 
 def is_run(directory: pathlib.Path) -> bool:
-  """Returns whether a directory is that of a run, and may be looked into."""
+  """Returns whether a directory is that of a run, and may be looked into.
+
+  An exported checkpoint has a config.json as well, and is none.
+  """
   # Path.is_file() raises where it may not.
-  return os.path.isfile(directory / "config.json")
+  has_config, *has_weights = (
+    os.path.isfile(directory / name)
+    for name in ("config.json", safetensors_io.SINGLE, safetensors_io.INDEX)
+  )
+  return has_config and not any(has_weights)
 
 
 def lines(

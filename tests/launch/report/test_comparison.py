@@ -47,6 +47,8 @@ def test_the_best_comes_first_and_a_run_without_the_metric_last():
 
 def test_groups_differ_in_all_but_the_seed():
   assert comparison.differing(RUNS) == ["seed", "rate", "extra"]
+  # A run whose settings cannot be read differs in none.
+  assert comparison.differing([RUNS[0], run("damaged", [])]) == []
   found = comparison.groups(RUNS)
   assert {name: [one.name for one in runs] for name, runs in found.items()} == {
     "rate=0.1, extra=-": ["run_000", "run_001"],

@@ -23,6 +23,9 @@ def test_runs_are_found_at_any_depth_and_named_by_their_path(tmp_path):
   viewed_runs.run(tmp_path / "sweep" / "run_000")
   viewed_runs.run(tmp_path / ".hidden")
   (tmp_path / "empty").mkdir()
+  for name in ("model.safetensors", "model.safetensors.index.json"):
+    viewed_runs.run(tmp_path / f"exported-{name}")
+    (tmp_path / f"exported-{name}" / name).touch()
   # A copy of settings inside of a run is no run.
   viewed_runs.run(tmp_path / "one" / "copy")
   (tmp_path / "link").symlink_to(tmp_path / "one")
@@ -308,3 +311,4 @@ def test_a_run_of_any_content_is_a_row(tmp_path):
   found = overview(tmp_path)
   assert [run["round"] for run in found["runs"]] == [0, 4]
   assert found["runs"][0]["rounds"] is None
+  assert found["differing"] == []
