@@ -31,6 +31,8 @@ _NOTHING = "-"
 _NOTE = "sweep_note.txt"
 _MAX_COLUMNS = 12
 """Settings beside the runs in a text."""
+_MAX_TEXT = 100
+"""Characters of a setting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,16 +271,25 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, str]:
   """Returns the leaves of a config.json as text, by dotted name.
 
   Of a file that is kept in it there is a digest, which tells whether two runs
-  have the same.
+  have the same. A long text ends with one.
   """
   kept = config.get(known_programs.KEPT)
   found = overrides.flat(
     {x: part for x, part in config.items() if x != known_programs.KEPT}
   )
   for name, file in kept.items() if isinstance(kept, dict) else ():
-    digest = hashlib.sha256(json.dumps(file, sort_keys=True).encode())
-    found[f"{known_programs.KEPT}.{name}"] = digest.hexdigest()[:8]
-  return found
+    digest = _digest(json.dumps(file, sort_keys=True))
+    found[f"{known_programs.KEPT}.{name}"] = digest
+  return {
+    name: text
+    if len(text) <= _MAX_TEXT
+    else f"{text[:_MAX_TEXT]} ... {_digest(text)}"
+    for name, text in found.items()
+  }
+
+
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
 
 
 def differing(runs: Sequence[ComparedRun]) -> list[str]:

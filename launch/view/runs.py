@@ -23,7 +23,6 @@ MAX_RUNS = 1000
 _MAX_DEPTH = 4
 _MAX_POINTS = 2000
 _FROZEN_VALUES, _MIN_FROZEN = 1_000_000, 50
-_MAX_TEXT = 200
 _CONFIG = "config.json"
 _LESS = "↑"
 _EVALUATED_S = f"{comparison.EVALUATION}time_s"
@@ -278,9 +277,7 @@ class RunsDirectory:
           "rounds": run.rounds,
           "group": groups[run.name],
           "settings": {
-            key: seen.settings[key][:_MAX_TEXT]
-            for key in names
-            if key in seen.settings
+            key: seen.settings[key] for key in names if key in seen.settings
           },
           "note": seen.note,
         }

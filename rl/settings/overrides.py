@@ -134,6 +134,8 @@ def flat(tree: Any, path: str = "") -> dict[str, str]:
   Args:
     path: of the tree itself.
   """
+  if isinstance(tree, list) and any(isinstance(part, dict) for part in tree):
+    tree = dict(enumerate(tree))
   if isinstance(tree, dict):
     found: dict[str, str] = {}
     for name, part in tree.items():
@@ -148,7 +150,7 @@ def flat(tree: Any, path: str = "") -> dict[str, str]:
 
 
 def _leaf(value: Any) -> str:
-  return json.dumps(value) if isinstance(value, dict | list) else str(value)
+  return json.dumps(value) if isinstance(value, list) else str(value)
 
 
 def _children(node: Any, hint: Any) -> dict[str, tuple[Any, Any]]:

@@ -83,12 +83,16 @@ def test_many_settings_that_differ_have_a_line_each():
 
 def test_settings_are_read_as_the_command_line_names_them(tmp_path):
   first, second = tmp_path / "first", tmp_path / "second"
-  for directory, cls in ((first, "a.b.Grpo"), (second, "a.b.Dapo")):
+  for weight, (directory, cls) in enumerate(
+    ((first, "a.b.Grpo"), (second, "a.b.Dapo"))
+  ):
     directory.mkdir()
     config = {
       "seed": 3,
       "algorithm": {"class": cls, "loss": {"class": "a.Clip", "high": 0.2}},
       "engine": {"row_buckets": [4, 8]},
+      "parts": [{"class": "a.Part", "weight": weight}],
+      "prompt": f"{'long ' * 50}{weight}",
       "config_files": {"task": {"path": "task.py", "lines": [cls]}},
     }
     (directory / "config.json").write_text(json.dumps(config))
@@ -104,8 +108,16 @@ def test_settings_are_read_as_the_command_line_names_them(tmp_path):
   assert runs[0].values == {1: 2.0}
   assert (runs[0].rounds, runs[0].note) == (2, "first was stopped")
   assert runs[0].settings["engine.row_buckets"] == "4,8"
-  # Of code it tells that it differs.
-  assert comparison.differing(runs) == ["algorithm", "config_files.task"]
+  assert runs[1].settings["parts.0.weight"] == "1"
+  # Of code, and of the end of a long text, it tells that it differs.
+  assert comparison.differing(runs) == [
+    "algorithm",
+    "parts.0.weight",
+    "prompt",
+    "config_files.task",
+  ]
+  # 100 characters, " ... " and a digest.
+  assert len(runs[0].settings["prompt"]) == 100 + 5 + 8
   assert len(runs[0].settings["config_files.task"]) == 8
   assert runs[1].settings["algorithm"] == "Dapo"
 

@@ -61,11 +61,10 @@ def test_settings_that_differ_are_named_and_seeds_make_no_group(tmp_path):
 
 
 def test_a_setting_that_only_some_runs_have_differs(tmp_path):
-  viewed_runs.run(tmp_path / "a", more="x" * 1000)
+  viewed_runs.run(tmp_path / "a", more=1)
   viewed_runs.run(tmp_path / "b")
   found = overview(tmp_path)
   assert found["differing"] == ["more"]
-  assert len(found["runs"][0]["settings"]["more"]) == 200
   assert found["runs"][1]["settings"] == {}
 
 
