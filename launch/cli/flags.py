@@ -232,7 +232,20 @@ def load(
     tree.validate()
   if check is not None:
     check(tree)
+  if getattr(tree, "rounds", None) == 0:
+    _check_of_no_rounds(changes or {})
   return tree
+
+
+def _check_of_no_rounds(changes: Mapping[str, str | None]) -> None:
+  """Raises SettingError for the optimizer of the rounds: it has no effect."""
+  for path, text in changes.items():
+    if path.partition(".")[0] == "optimizer":
+      given = overrides_lib.argument(path, text)
+      raise overrides_lib.SettingError(
+        f"{given} has no effect, as rounds=0: its steps are those of the warm "
+        f"start; use --config.warm_start.{path}"
+      )
 
 
 def _apply(tree: Any, changes: Mapping[str, str | None]) -> Any:

@@ -264,6 +264,15 @@ def test_check_sees_the_overridden_tree_after_validate(config):
   assert seen == [tree]
 
 
+def test_the_optimizer_of_rounds_is_refused_where_there_are_none():
+  changes = {"optimizer.learning_rate": "0.1"}
+  path = "configs/sft_chats.py"
+  assert flags.load(path, {f"warm_start.{x}": y for x, y in changes.items()})
+  assert flags.load(path, {**changes, "rounds": "1"}).rounds == 1
+  with pytest.raises(overrides.SettingError, match="has no effect"):
+    flags.load(path, changes)
+
+
 def test_configs_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert flags.load("configs/next_letter.py").environment.name == "next_letter"
