@@ -27,7 +27,7 @@ def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:
   if not rows:
     return []
   value = f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else "–"
-  return [("Warm start", value, f"nats a token, {_steps(rows)}")]
+  return [("Warm start", value, f"{_unit(rows)}, {_steps(rows)}")]
 
 
 def section(rows: run_files.Rows) -> dict[str, Any] | None:
@@ -42,7 +42,7 @@ def section(rows: run_files.Rows) -> dict[str, Any] | None:
     "points": _values(rows, "loss"),
     "held_out": held_out,
     "caption": (
-      "Loss in nats a token, by step; thin: each step, bold: mean of its "
+      f"Loss in {_unit(rows)}, by step; thin: each step, bold: mean of its "
       f"neighbours{'; dots: held-out rows' if held_out else ''}. "
       f"{_steps(rows)}, {tokens:,.0f} tokens in {seconds:,.0f} s."
     ),
@@ -56,6 +56,11 @@ def _values(rows: run_files.Rows, key: str) -> list[list[float]]:
     for row in rows
     if isinstance(row.get(key), int | float)
   ]
+
+
+def _unit(rows: run_files.Rows) -> str:
+  """Returns the unit of the loss: pairs have a margin."""
+  return "nats a pair" if "margin" in rows[-1] else "nats a token"
 
 
 def _steps(rows: run_files.Rows) -> str:

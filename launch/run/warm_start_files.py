@@ -31,7 +31,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
   """The observer of a warm start, and the only writer of its files.
 
   `initial_state.create` calls the `on_` methods. A line has `step` (counted
-  from 1), `loss` in nats a token, `grad_norm`, sampled `tokens`, `entropy` in
+  from 1), `loss` in nats, `grad_norm`, sampled `tokens`, `entropy` in
   nats, whether it was `skipped`, `step_s` since the line before, and `time_s`
   since the run began; of pairs their `accuracy` and `margin`; and `eval/<name>`
   of held-out rows where they were measured.
@@ -96,7 +96,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     self._mark_s = time.monotonic()
 
   def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
-    """Writes one line."""
+    """Writes one line, and tells what was measured on held-out rows."""
     assert self._lines is not None
     self._check()
     before_s, self._mark_s = self._mark_s, time.monotonic()
@@ -106,6 +106,14 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       "time_s": self._mark_s - self._spans.origin,
     }
     self._lines.append([metrics_writer.json_line(number, row, "step")])
+    measured = [
+      f"{name.removeprefix(warm_start.EVAL)} {row[name]:.3f}"
+      for name in names
+      if name.startswith(warm_start.EVAL)
+    ]
+    if measured:
+      words = ", ".join(measured)
+      self._note(f"held-out rows after {self._of(number)}: {words}")
 
   async def on_boundary(self, now: warm_start.Imitation) -> None:
     """Saves every few steps and when stopped.

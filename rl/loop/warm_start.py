@@ -270,7 +270,7 @@ async def run(
         "warm_start.optimizer.learning_rate"
       )
     await observer.on_boundary(now)
-  report(f"warm start done: loss {now.loss:.3f}{_held_out(metrics)}")
+  report(f"warm start done: loss {now.loss:.3f}")
   return now.state
 
 
@@ -278,16 +278,6 @@ def _is_due(supervision: Supervision, taken: int) -> bool:
   every, last = supervision.eval_every, taken == supervision.steps
   due = last or (every > 0 and taken % every == 0)
   return due and len(supervision.held_out) > 0
-
-
-def _held_out(metrics: Mapping[str, float]) -> str:
-  """Returns the measurements of held-out rows, in words."""
-  pairs = [
-    f"{name.removeprefix(EVAL)} {value:.3f}"
-    for name, value in metrics.items()
-    if name.startswith(EVAL)
-  ]
-  return f"; on held-out rows {', '.join(pairs)}" if pairs else ""
 
 
 def _step(

@@ -38,6 +38,13 @@ def test_steps_are_read_in_order_and_cut_lines_are_told_of(tmp_path):
   assert notes == ["warm_start.jsonl: unreadable lines left out: 1."]
 
 
+def test_a_loss_of_pairs_is_one_a_pair():
+  (tile,) = warm_start_section.tiles([row(1, 0.5)])
+  assert tile == ("Warm start", "0.5 → 0.5", "nats a token, 1 steps")
+  (tile,) = warm_start_section.tiles([{**row(1, 0.5), "margin": 0.1}])
+  assert tile[2] == "nats a pair, 1 steps"
+
+
 @pytest.mark.process
 def test_the_curve_falls_with_the_loss(tmp_path, browse):
   rows = [row(step, 4.0 / step) for step in range(1, 5)]
