@@ -194,8 +194,15 @@ export function histogram(figure, { bars, label, height = 260, every = 1 }) {
   return svg;
 }
 
+// names: [[name, fill, dash]]
 export function legend(names) {
-  return el("ul", { class: "legend" }, ...names.map(([name, fill]) =>
-    el("li", {}, el("span", { class: "key", vars: { background: fill } }),
-      name)));
+  return el("ul", { class: "legend" }, ...names.map(([name, fill, dash]) =>
+    el("li", {}, el("span", { class: "key",
+      vars: { background: dash ? dashed(fill, dash) : fill } }), name)));
+}
+
+function dashed(fill, dash) {
+  const [on, off] = dash.split(" ").map(Number);
+  return `repeating-linear-gradient(90deg, ${fill} 0 ${on}px, ` +
+    `transparent ${on}px ${on + off}px)`;
 }

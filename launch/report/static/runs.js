@@ -85,8 +85,7 @@ function drawCurves(page, shown) {
     groups.set(key, [...(groups.get(key) ?? []), run]);
   }
   const series = [...groups].map(([name, members], i) => ({
-    name: members.length > 1 ? `${short(name)} (${members.length} runs)`
-      : members[0].name,
+    name: nameOfAll(name, members),
     colour: seriesColour(i), dash: seriesDash(i),
     ...overSeeds(members.map(({ name: run }) =>
       smoothed(pointsOf(curves.runs[run] ?? NOTHING, axis.value)))),
@@ -99,7 +98,7 @@ function drawCurves(page, shown) {
   figure.replaceChildren(
     lineChart(figure, { series: drawn, height: 320,
       label: `${page.metric.value} over ${xLabel}`, xLabel }),
-    legend(drawn.map((one) => [one.name, one.colour])),
+    legend(drawn.map((one) => [one.name, one.colour, one.dash])),
     caption("Of 25 points or more: means of neighbours, a twenty-fifth of the " +
       "run each way. A band reaches from the least to the most of its runs, " +
       "where all have a value; beyond that they go on thin." +
@@ -113,8 +112,11 @@ function nameOf({ name, page }, isFrozen) {
 }
 
 // Runs that have little in common differ in all they have.
-function short(text) {
-  return text.length > MAX_NAME ? `${text.slice(0, MAX_NAME)} …` : text;
+function nameOfAll(group, members) {
+  const { length, 0: { name } } = members;
+  if (length === 1) return name;
+  return group.length > MAX_NAME ? `${name} and ${length - 1} more`
+    : `${group} (${length} runs)`;
 }
 
 const NOTHING = { rounds: [], tokens: [], time: [], values: [] };

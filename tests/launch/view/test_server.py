@@ -148,6 +148,23 @@ def test_a_curve_is_a_line_for_all_seeds_with_a_band(address, browser):
   browser.wait("document.querySelector('[aria-label^=\"entropy\"]') !== null")
 
 
+def test_the_legend_tells_all_lines_apart(tmp_path, browser):
+  # There are eight colours, and names of groups too long to be shown.
+  for group in range(9):
+    settings = {letter * 60: group for letter in "ab"}
+    for seed in range(2):
+      viewed_runs.run(tmp_path / f"{group}_{seed}", seed=seed, **settings)
+  with shown(tmp_path, browser) as url:
+    browser.open(url)
+    names = browser.text("#curves .legend").split("\n")
+    keys = browser.do(
+      "[...document.querySelectorAll('#curves .key')]"
+      ".map((key) => getComputedStyle(key).background)"
+    )
+  assert names == [f"{group}_0 and 1 more" for group in range(9)]
+  assert len({*keys}) == 9
+
+
 def test_the_line_of_several_seeds_ends_with_the_shortest_run(
   tmp_path, browser
 ):
