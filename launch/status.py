@@ -75,13 +75,16 @@ def told(
   """Yields the lines of the answer.
 
   Args:
-    rounds: that the run is to have.
+    rounds: that the run is to have; of one without any, steps are told.
     state: see `status_server.ask`; None if nothing answers.
     why: nothing does; "" if no process has said where it listens.
     now_s: seconds since the epoch.
   """
-  file = run_dir / "metrics.jsonl"
-  last = _last_round(file)
+  word, name, of = "round", "metrics.jsonl", f" of {rounds}"
+  if not rounds:
+    word, name, of = "step", workdir.WARM_START_LINES, ""
+  file = run_dir / name
+  last, saved = _last(file, word), workdir.saved_rounds(run_dir)
   if state is not None:
     yield f"{run_dir}: {state['doing']}, process {state['pid']}"
   elif failure := workdir.failure(run_dir):
@@ -89,16 +92,15 @@ def told(
     yield from failure.splitlines()
   elif why:
     yield f"{run_dir}: {why}"
-  elif 0 < rounds <= last:
-    yield f"{run_dir}: the run has ended, {last} of {rounds} rounds"
+  elif last >= rounds if rounds else saved:
+    yield f"{run_dir}: the run has ended, {last}{of} {word}s"
   else:
     yield f"{run_dir}: no process answers; the same command goes on"
   if last:
     ago_s = now_s - file.stat().st_mtime
-    yield f"round {last} of {rounds} ended {ago_s:.0f} s ago"
+    yield f"{word} {last}{of} ended {ago_s:.0f} s ago"
   else:
-    yield f"no round of {rounds} has ended"
-  saved = workdir.saved_rounds(run_dir)
+    yield f"no {word}{of} has ended"
   yield f"newest checkpoint: {f'round {saved[-1]}' if saved else 'none'}"
   if state is not None:
     yield from state["engines"]
@@ -108,9 +110,9 @@ def told(
       yield f"\nthe event loop is blocked in:\n{state['stack'].rstrip()}"
 
 
-def _last_round(file: pathlib.Path) -> int:
-  rows = collections.deque(run_files.lines(file, [], round=int), maxlen=1)
-  return int(rows[0]["round"]) if rows else 0
+def _last(file: pathlib.Path, key: str) -> int:
+  rows = collections.deque(run_files.lines(file, [], **{key: int}), maxlen=1)
+  return int(rows[0][key]) if rows else 0
 
 
 def grouped(waits: Iterable[Sequence[Any]]) -> list[watchdog.Wait]:

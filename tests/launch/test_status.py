@@ -58,6 +58,18 @@ def test_a_run_without_a_process_tells_how_far_it_came(tmp_path):
   assert error == "error: round 4: nan"
 
 
+def test_a_run_without_rounds_is_told_by_its_steps(tmp_path):
+  (tmp_path / workdir.WARM_START_LINES).write_text('{"step": 4}\n')
+  first, last, saved = status.told(tmp_path, 0, None, "", 0.0)
+  assert first == f"{tmp_path}: no process answers; the same command goes on"
+  assert last.startswith("step 4 ended ")
+  assert saved == "newest checkpoint: none"
+  (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+  first, _, saved = status.told(tmp_path, 0, None, "", 0.0)
+  assert first == f"{tmp_path}: the run has ended, 4 steps"
+  assert saved == "newest checkpoint: round 0"
+
+
 def test_a_process_that_was_killed_is_told_as_gone(tmp_path):
   workdir.claim(tmp_path, flags.load(commands.CONFIG)).close()
   with socket.create_server(("127.0.0.1", 0)) as server:
