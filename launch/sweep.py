@@ -66,8 +66,9 @@ _ATTEMPTS = absl_flags.DEFINE_integer(
 _METRIC = absl_flags.DEFINE_string(
   "metric",
   None,
-  "Metric by which runs are compared; with a minus, as in -loss, less of it is"
-  " better. By default success, or -warm_start/loss of runs without rounds.",
+  "Metric by which runs are compared; less of it is better with a minus, as in"
+  " -loss, or where docs/metrics.md calls more of it worse. By default success,"
+  " or warm_start/loss of runs without rounds.",
 )
 _MEDIAN_EVERY = absl_flags.DEFINE_integer(
   "stop_below_median_every",

@@ -124,11 +124,15 @@ def metric_of(given: str | None, is_tuning: bool) -> tuple[str, bool]:
   """Returns the metric that compares runs, and whether less is better.
 
   Args:
-    given: its name, with a minus if less is better; None goes by the runs.
+    given: its name, with a minus if less is better, unless docs/metrics.md
+      says so; None goes by the runs.
     is_tuning: whether all of them have steps alone.
   """
   name = given or (f"-{WARM_START}loss" if is_tuning else "success")
-  return name.removeprefix("-"), name.startswith("-")
+  metric = name.removeprefix("-")
+  rows = metric_docs.entries()
+  is_less = any(row.less_is_better for row in rows if row.matches(metric))
+  return metric, is_less or name.startswith("-")
 
 
 def check_documented(metric: str) -> None:

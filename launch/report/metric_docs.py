@@ -42,6 +42,11 @@ class MetricEntry(NamedTuple):
     """True when the row explains a metric."""
     return re.fullmatch(_pattern(self.name), metric) is not None
 
+  @property
+  def less_is_better(self) -> bool:
+    """True where more is worse."""
+    return self.worse == "↑"
+
   def __str__(self) -> str:
     fields = {"Formula": self.formula, "Unit": self.unit}
     sentences = [

@@ -24,7 +24,6 @@ _MAX_DEPTH = 4
 _MAX_POINTS = 2000
 _FROZEN_VALUES, _MIN_FROZEN = 1_000_000, 50
 _CONFIG = "config.json"
-_LESS = "↑"
 _EVALUATED_S = f"{comparison.EVALUATION}time_s"
 _FIRST = ("success", "reward_mean")
 _AXES = ("rounds", "tokens", "time")
@@ -424,4 +423,4 @@ def _number(value: Any) -> float | None:
 
 def _is_less(entry: metric_docs.MetricEntry | None) -> bool:
   """Returns whether less of a metric is better."""
-  return entry is not None and entry.worse == _LESS
+  return entry is not None and entry.less_is_better

@@ -122,6 +122,23 @@ def test_settings_are_read_as_the_command_line_names_them(tmp_path):
   assert runs[1].settings["algorithm"] == "Dapo"
 
 
+@pytest.mark.parametrize(
+  ("given", "metric", "less"),
+  [
+    (None, "success", False),
+    ("loss", "loss", False),
+    ("-loss", "loss", True),
+    # docs/metrics.md says that more of these is worse.
+    ("behaviour_kl", "behaviour_kl", True),
+    ("-warm_start/eval/loss", "warm_start/eval/loss", True),
+  ],
+)
+def test_less_is_better_with_a_minus_or_where_more_is_worse(
+  given, metric, less
+):
+  assert comparison.metric_of(given, is_tuning=False) == (metric, less)
+
+
 def test_a_directory_that_cannot_be_looked_into_is_no_run(tmp_path):
   root = viewed_runs.closed_beside(tmp_path)
   (one,) = comparison.read(sorted(root.iterdir()), "success")
