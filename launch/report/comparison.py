@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
@@ -81,19 +82,23 @@ class ComparedRun:
 def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
   """Reads those directories that hold a run, whatever state it is in.
 
+  Their names are paths from where all of them lie.
+
   Raises:
     ValueError: none does, or no run has the metric.
   """
+  found = [x.absolute() for x in directories if run_files.is_run(x)]
+  if not found:
+    raise ValueError("there are no runs; name the --workdir of a sweep")
+  root = os.path.commonpath([directory.parent for directory in found])
   runs, known = [], set[str]()
-  for directory in directories:
-    if not run_files.is_run(directory):
-      continue
+  for directory in found:
     settings = read_settings(directory)
     rows = _rows(directory, settings)
     known.update(*rows.values())
     runs.append(
       ComparedRun(
-        name=directory.name,
+        name=directory.relative_to(root).as_posix(),
         settings=settings,
         values=values_of(rows, metric),
         rounds=len(rows) - (0 in rows),
@@ -101,8 +106,6 @@ def read(directories: Sequence[pathlib.Path], metric: str) -> list[ComparedRun]:
         width=width(metric),
       )
     )
-  if not runs:
-    raise ValueError("there are no runs; name the --workdir of a sweep")
   if known and metric not in known:
     refuse_metric(metric, known)
   return runs

@@ -1,6 +1,7 @@
 """Runs side by side: settings, ranks and groups, by hand."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -152,6 +153,19 @@ def test_runs_without_rounds_are_compared_by_their_steps(tmp_path):
   assert found.values == {2: 0.75, 4: 0.5}
   assert (found.last, found.best(True), found.rounds) == (0.5, 0.5, 4)
   assert comparison.values(tmp_path, "evaluation/success") == {4: 1.0}
+
+
+def test_runs_of_one_name_are_told_apart_by_their_parents(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  for sweep in ("a", "b"):
+    viewed_runs.run(tmp_path / sweep / "run_000")
+  both = [pathlib.Path("a/run_000"), tmp_path / "b" / "run_000"]
+  names = [one.name for one in comparison.read(both, "success")]
+  assert names == ["a/run_000", "b/run_000"]
+  (one,) = comparison.read(both[:1], "success")
+  assert one.name == "run_000"
 
 
 def test_a_run_is_compared_by_its_newest_evaluation(tmp_path):
