@@ -12,6 +12,8 @@ from rl.loop import metric_bounds
 from rl.rollout import evaluate
 from rl.train import skipped_updates
 
+_QUIET = 50
+
 
 class Hopeless(Exception):
   """The run should end: faults leave nothing to train."""
@@ -72,6 +74,7 @@ class RoundWarnings:
     self._max_in_a_row = max_in_a_row
     self._in_a_row = 0
     self._was_empty = self._was_flat = False
+    self._due = 0  # Round from which a lack of signal is told again.
     self._max_staleness = max_staleness
     self._has_warm_start = has_warm_start
     self._rounds_held = 0
@@ -96,18 +99,22 @@ class RoundWarnings:
       else None
     )
     self._in_a_row = self._in_a_row + 1 if fault else 0
-    start = f"round {metrics['round']:.0f} trained nothing"
+    number = int(metrics["round"])
+    is_due = number >= self._due
+    start = f"round {number} trained nothing"
     if fault is not None:
       episodes = sum(len(group.trajectories) for group in groups)
       lines.append(
         f"{start}: {fault.episodes} of {episodes} episodes ended with {fault}"
       )
-    elif is_empty and not self._was_empty:
-      # Warn once: on a solved or too hard task every round looks like this.
+    # On a solved or too hard task all rounds look like this, or every other.
+    elif is_empty and is_due and not self._was_empty:
+      self._due = number + _QUIET
       lines.append(f"{start}: {self._why_empty(metrics)}")
-    elif is_flat and not (is_empty or self._was_flat):
+    elif is_flat and is_due and not (is_empty or self._was_flat):
+      self._due = number + _QUIET
       lines.append(
-        f"round {metrics['round']:.0f} learned nothing from its rewards: "
+        f"round {number} learned nothing from its rewards: "
         f"{self._equally_well(metrics)}"
       )
     if fault is not None and self._in_a_row > self._max_in_a_row:
@@ -196,4 +203,4 @@ class RoundWarnings:
           "the tasks are too easy or too hard, or the policy has become "
           "certain, against which algorithm.entropy_bonus helps"
         )
-    return f"{groups}: {why}; told again only after a round that trains"
+    return f"{groups}: {why}; not told again for {_QUIET} rounds"

@@ -147,8 +147,11 @@ def test_zero_variance_groups_are_told_once_and_are_never_hopeless(warnings):
   for number in range(2, 9):
     assert warnings.after(_metrics(number, **equal), [_group(OK, OK)]) == []
   assert warnings.hopeless is None
+  # Again after a round that trains, but not within 50 rounds.
   warnings.after(_metrics(9, trained_tokens=8.0), [_group(OK, OK)])
-  assert warnings.after(_metrics(10, **equal), [_group(OK, OK)])
+  assert warnings.after(_metrics(10, **equal), [_group(OK, OK)]) == []
+  warnings.after(_metrics(50, trained_tokens=8.0), [_group(OK, OK)])
+  assert warnings.after(_metrics(51, **equal), [_group(OK, OK)])
 
 
 def test_each_skipped_update_has_the_command_that_looks_into_it(
@@ -187,10 +190,10 @@ def test_a_round_of_flat_groups_is_told_although_routers_were_trained(warnings):
   assert line.startswith(
     "round 1 learned nothing from its rewards: in 4 of 4 groups all members did"
   )
-  # Again only after a round that learned something.
-  assert warnings.after(_metrics(2, **flat), []) == []
-  assert warnings.after(_metrics(3, **mixed), []) == []
-  assert len(warnings.after(_metrics(4, **flat), [])) == 1
+  # Again only after a round that learned something, and 50 rounds.
+  assert warnings.after(_metrics(51, **flat), []) == []
+  assert warnings.after(_metrics(52, **mixed), []) == []
+  assert len(warnings.after(_metrics(53, **flat), [])) == 1
 
 
 def test_a_run_without_a_warm_start_is_told_of_one(tmp_path):
@@ -215,6 +218,6 @@ def test_success_tells_tasks_that_are_too_hard_from_ones_too_easy(
   flat = {"zero_variance_groups": 4.0, "groups": 4.0, "success": success}
   (empty,) = warnings.after(_metrics(1, **flat), [])
   assert f"did equally well: {words}" in empty
-  warnings.after(_metrics(2, trained_tokens=8.0), [])
-  (trained,) = warnings.after(_metrics(3, trained_tokens=8.0, **flat), [])
+  warnings.after(_metrics(50, trained_tokens=8.0), [])
+  (trained,) = warnings.after(_metrics(51, trained_tokens=8.0, **flat), [])
   assert f"did equally well: {words}" in trained
