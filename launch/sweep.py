@@ -233,7 +233,9 @@ def _check_disjoint(
 def _loaded(run: "Run") -> experiment.Experiment:
   """Returns the settings of a run; an error names its point."""
   try:
-    return flags.load(run.path, run.overrides)
+    settings = flags.load(run.path, run.overrides)
+    workdir.check_initial(run.directory, settings)
+    return settings
   except ValueError as error:
     error.args = (f"{run} of sweep(): {error}",)
     raise
@@ -273,7 +275,6 @@ def _check_place(run: "Run", settings: experiment.Experiment) -> None:
       f"it ({_words(run.point)}):\n  {listing}\nput new points behind the "
       "others, move that directory away, or choose another --workdir"
     )
-  workdir.check_initial(run.directory, settings)
 
 
 @dataclasses.dataclass(eq=False)

@@ -71,6 +71,8 @@ def test_a_run_that_cannot_work_is_found_before_any_starts(tmp_path):
   point = "run_001 (rollout.gruop_size=4) of sweep(): --config.rollout.gru"
   assert point in result.stderr
   assert "rollout.group_size" in result.stderr
+  result = sweep(tmp_path, [{"initial": "nowhere"}])
+  assert "run_000 (initial=nowhere) of sweep(): initial=n" in result.stderr
   assert not (tmp_path / "out").exists()
 
 
