@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.cli import workdir
 from launch.report import run_files, trajectory_index
 from models import untrusted_files
 from rl.settings import overrides
@@ -31,6 +32,7 @@ class RunData:
     settings: each leaf of config.json as text, by its dotted name.
     metrics: of the rounds, in order; docs/metrics.md explains the names.
     evaluations: in order of the versions that were evaluated.
+    warm_start: of its steps, in order.
     notes: sentences about files and lines that could not be read.
   """
 
@@ -38,6 +40,7 @@ class RunData:
   settings: Mapping[str, str]
   metrics: Columns
   evaluations: Columns
+  warm_start: Columns
   notes: Sequence[str] = ()
 
   def trajectories(self, round: int) -> list[dict[str, Any]]:
@@ -65,17 +68,24 @@ def read(path: str | os.PathLike) -> RunData:
   except untrusted_files.BadFile as error:
     raise ValueError(f"{directory} is no run: {error}") from error
   notes: list[str] = []
+  # What a run is not to have is not missing.
+  of_rounds = notes if config.get("rounds") != 0 else []
+  of_steps = notes if config.get("warm_start") else []
+  steps = directory / workdir.WARM_START_LINES
   return RunData(
     path=directory,
     settings=overrides.flat(config),
-    metrics=_columns(directory / "metrics.jsonl", notes),
-    evaluations=_columns(directory / "evaluations.jsonl", notes),
+    metrics=_columns(directory / "metrics.jsonl", of_rounds),
+    evaluations=_columns(directory / "evaluations.jsonl", of_rounds),
+    warm_start=_columns(steps, of_steps, "step"),
     notes=notes,
   )
 
 
-def _columns(path: pathlib.Path, notes: list[str]) -> Columns:
-  rows = run_files.numbered(path, notes).values()
+def _columns(
+  path: pathlib.Path, notes: list[str], key: str = "round"
+) -> Columns:
+  rows = run_files.numbered(path, notes, key).values()
   names = dict.fromkeys(name for row in rows for name in row)
   return {name: _column([row.get(name) for row in rows]) for name in names}
 

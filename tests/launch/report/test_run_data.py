@@ -40,6 +40,18 @@ def test_metrics_are_arrays_with_nan_for_what_is_missing(run_dir):
   assert run.notes == ["metrics.jsonl: unreadable lines left out: 1."]
 
 
+def test_a_run_without_rounds_has_its_steps(tmp_path):
+  (tmp_path / "warm_start.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+  config = {"rounds": 0, "warm_start": {"steps": 1}}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  run = run_data.read(tmp_path)
+  assert {name: list(x) for name, x in run.warm_start.items()} == {
+    "step": [1],
+    "loss": [0.5],
+  }
+  assert (run.metrics, run.notes) == ({}, [])
+
+
 def test_words_stay_words(run_dir):
   evaluations = run_data.read(run_dir).evaluations
   assert list(evaluations["fault"]) == ["late"]
