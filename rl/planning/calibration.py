@@ -343,7 +343,7 @@ def _learner(run: CalibrationRun) -> tuple[float, float, float]:
   took_s: dict[tuple[int, int], float] = collections.defaultdict(float)
   for update, work in pairs:
     ids[update.round] += update.ids
-    took_s[update.round] += sum(work["accumulate"])
+    took_s[update.round] += sum(work["forward"]) + sum(work["accumulate"])
   token_s = [took_s[one] / count for one, count in ids.items() if count]
   if not token_s:
     raise ValueError(f"--calibrate={run.path}: nothing was trained; {_MORE}")

@@ -201,10 +201,11 @@ def overlap(spans: Sequence[Span]) -> TrackOverlap:
   )
 
 
-WORK = {"learner": ("accumulate", "update"), "decode": ("decode",)}
+WORK = {"learner": ("forward", "accumulate", "update"), "decode": ("decode",)}
 """Spans that count as work of both meshes, by track.
 
-Checks on the learner's mesh, copies, compilation and a warm start do not.
+"forward" scores tokens before their gradient. Checks on the learner's mesh,
+copies, compilation and a warm start do not.
 """
 
 

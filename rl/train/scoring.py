@@ -116,7 +116,7 @@ class Scorer:
     if score is None:
       return None
     scores = [
-      await self.thread.run("score", _on_host, score, batch)
+      await self.thread.run("forward", _on_host, score, batch)
       for batch in packed.batches
     ]
     return collect(packed, scores)

@@ -348,7 +348,9 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
   }
   where = jax.tree.map(lambda x: x.sharding, state.critic)
   state = state._replace(critic=jax.device_put(critic, where))
-  thread = mesh_thread.MeshThread("learner", trace.Trace(None))
+  spans, meter = trace.Trace(None), trace.Meter()
+  spans.listeners.append(meter.add)
+  thread = mesh_thread.MeshThread("learner", spans)
   scorer = scoring.Scorer(
     real,
     thread,
@@ -363,6 +365,8 @@ def test_scores_are_those_of_each_trajectory_on_its_own(
     )
   finally:
     thread.close()
+  # The learner is busy with it, unlike with its checks.
+  assert meter.take().first_s > 0
   assert found.old is not None
   assert found.reference is not None
   assert found.values is not None
