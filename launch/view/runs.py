@@ -242,11 +242,14 @@ class RunsDirectory:
   def __init__(self, root: pathlib.Path):
     self.root = root
     self._runs: dict[str, ViewedRun] = {}
+    self._left_out = 0
     self._docs = metric_docs.entries()
 
   def look(self) -> Mapping[str, ViewedRun]:
     """Returns the runs of now by their names, in order."""
-    found = dict(sorted(_directories(self.root))[:MAX_RUNS])
+    everything = sorted(_directories(self.root))
+    found = dict(everything[:MAX_RUNS])
+    self._left_out = len(everything) - len(found)
     self._runs = {
       name: self._runs.get(name) or ViewedRun(name, path)
       for name, path in found.items()
@@ -284,6 +287,7 @@ class RunsDirectory:
     return {
       "title": self.root.resolve().name,
       "runs": rows,
+      "left_out": self._left_out,
       "differing": names,
       "is_tuning": is_tuning,
       "metrics": list(metrics),

@@ -25,11 +25,13 @@ export function runsPage(source) {
   const table = section("runs", "Runs",
     el("label", {}, wide, " all settings that differ"), search, compare);
   const scroll = el("div", { class: "scroll" });
+  const leftOut = el("span", { id: "left-out" });
   table.figure.append(scroll, caption("Last and best are means over ten " +
-    "rounds or steps; evaluations stand alone. Settings that differ have a column each. Ticked runs alone are drawn."));
+    "rounds or steps; evaluations stand alone. Settings that differ have a " +
+    "column each. Ticked runs alone are drawn.", leftOut));
   const title = el("h1");
   Object.assign(page, {
-    isFrozen: !source.run, metric, axis, bands, wide, search, compare, scroll, title, meaning,
+    isFrozen: !source.run, metric, axis, bands, wide, search, compare, scroll, title, meaning, leftOut,
     figure: curves.figure,
     node: el("div", {}, el("p", { class: "eyebrow" }, "All runs of"), title,
       curves.node, table.node),
@@ -60,6 +62,8 @@ async function loadRuns(page, source) {
   if (data === page.data && curves === page.curves) return;
   Object.assign(page, { data, curves });
   page.title.textContent = data.title;
+  page.leftOut.textContent = data.left_out
+    ? ` ${format(data.left_out)} more, the last by name, are not listed.` : "";
   document.title = `${data.title} · Twinmesh`;
   page.draw();
 }

@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from launch.http import http_server
-from launch.view import server
+from launch.view import runs, server
 from tests.helpers import commands, machine_speed, viewed_runs
 
 pytestmark = pytest.mark.process
@@ -146,6 +146,16 @@ def test_a_curve_is_a_line_for_all_seeds_with_a_band(address, browser):
     assert browser.count("#curves .curve") == 4
   browser.choose("#metric", "entropy")
   browser.wait("document.querySelector('[aria-label^=\"entropy\"]') !== null")
+
+
+def test_runs_that_are_not_listed_are_counted(tmp_path, browser, monkeypatch):
+  monkeypatch.setattr(runs, "MAX_RUNS", 2)
+  for name in "abc":
+    viewed_runs.run(tmp_path / name)
+  with shown(tmp_path, browser) as url:
+    browser.open(url)
+    assert browser.count("#runs tbody tr") == 2
+    assert "1 more, the last by name" in browser.text("#runs figcaption")
 
 
 def test_the_legend_tells_all_lines_apart(tmp_path, browser):
