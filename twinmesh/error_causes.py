@@ -774,7 +774,6 @@ CAUSES = (
     of=(
       "launch.cli.workdir:check_exists",
       "launch.report.comparison",
-      "launch.report.page:write",
       "launch.report.run_data",
     ),
   ),

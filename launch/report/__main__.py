@@ -14,6 +14,7 @@ from absl import flags as absl_flags
 
 from launch.cli import flags, steps, workdir
 from launch.report import comparison, log_check, page
+from rl.runtime import disk
 from rl.settings import annotations
 from twinmesh import error_codes
 
@@ -62,7 +63,9 @@ def main() -> None:
         metric, less = comparison.metric_of(None, is_tuning)
         compared = comparison.read(runs, metric)
         print(comparison.text(compared, metric, less))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+      error_codes.fail(disk.failure(error, runs[0]), "TM-D09", status=1)
+    except ValueError as error:
       error_codes.fail(error, status=1)
 
 

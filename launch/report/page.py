@@ -409,12 +409,8 @@ def write(
     verdict: on its event log; None: the log is read.
 
   Raises:
-    FileNotFoundError: the directory is missing.
+    OSError: they cannot be written.
   """
-  if not run_dir.is_dir():
-    raise FileNotFoundError(
-      f"{run_dir} is not a directory; name the --workdir of a run"
-    )
   run = read(run_dir, verdict)
   picture = learning_curve.draw(run.metrics, run.evaluations, run.spans)
   run_repair.write(run_dir / "learning_curve.svg", picture)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import resource
 import xml.etree.ElementTree
 
 import pytest
@@ -534,6 +535,20 @@ def test_a_directory_without_a_run_gets_no_report(tmp_path):
   assert done.returncode == 2
   assert f"{tmp_path} holds no run: no config.json" in done.stderr
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.process
+def test_a_disk_that_takes_no_report_is_named(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+  try:
+    done = commands.run("launch.report.__main__", f"--run={tmp_path}")
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert done.returncode == 1
+  assert f"{tmp_path} cannot be written: File too large; " in done.stderr
+  assert "TM-D09" in done.stderr
 
 
 @pytest.mark.process
