@@ -162,7 +162,7 @@ def compare(
   less: bool,
   failures: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-  """Writes compare.html, and prints a table of all runs below a directory.
+  """Prints a table of all runs below a directory, and writes compare.html.
 
   Args:
     failures: errors by the names of runs, of which these may hold no word.
@@ -175,12 +175,12 @@ def compare(
     dataclasses.replace(run, note=failures.get(run.name) or run.note)
     for run in comparison.read(_directories(root), metric)
   ]
+  print(comparison.text(runs, metric, less))
   target = root / "compare.html"
   data = view_runs.RunsDirectory(root).frozen(metric, less)
   page = frozen.page(root.resolve().name, data)
   with _naming(target):
     target.write_text(page, "utf-8")
-  print(comparison.text(runs, metric, less))
   print(f"curves: {target}")
 
 

@@ -520,6 +520,7 @@ def test_a_comparison_that_cannot_be_written_says_so(tmp_path):
   result = commands.run("launch.sweep", f"--workdir={tmp_path}", "--table")
   assert result.returncode == 2
   assert "compare.html cannot be used: Is a directory\n" in result.stderr
+  assert "run_000  1       0.5" in result.stdout
 
 
 @pytest.mark.parametrize(
