@@ -21,6 +21,7 @@ from launch.cli import (
   similar_paths,
 )
 from models import untrusted_files
+from models.hf import safetensors_io
 from rl import experiment as experiment_lib
 from rl.loop import trackers
 from rl.rollout import chats
@@ -209,6 +210,16 @@ def check_exists(path: str | os.PathLike) -> None:
     raise overrides.SettingError(f"{directory} does not exist{near}")
   if not os.path.lexists(directory / "config.json"):
     raise overrides.SettingError(f"{directory} holds no run: no config.json")
+  if is_exported(directory):
+    raise overrides.SettingError(
+      f"{directory} holds an exported checkpoint; name the run it came from"
+    )
+
+
+def is_exported(directory: pathlib.Path) -> bool:
+  """Returns whether it is a checkpoint, which has a config.json as well."""
+  names = safetensors_io.SINGLE, safetensors_io.INDEX
+  return any(os.path.isfile(directory / name) for name in names)
 
 
 def read_trained(path: str | os.PathLike) -> experiment_lib.Experiment:

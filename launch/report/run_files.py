@@ -10,9 +10,8 @@ import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from launch.cli import config_file
+from launch.cli import config_file, workdir
 from models import untrusted_files
-from models.hf import safetensors_io
 from rl.runtime import segments, trace
 
 Rows = Sequence[Mapping[str, Any]]
@@ -39,16 +38,10 @@ decode = json.JSONDecoder(
 
 
 def is_run(directory: pathlib.Path) -> bool:
-  """Returns whether a directory is that of a run, and may be looked into.
-
-  An exported checkpoint has a config.json as well, and is none.
-  """
+  """Returns whether a directory is that of a run, and may be looked into."""
   # Path.is_file() raises where it may not.
-  has_config, *has_weights = (
-    os.path.isfile(directory / name)
-    for name in ("config.json", safetensors_io.SINGLE, safetensors_io.INDEX)
-  )
-  return has_config and not any(has_weights)
+  has_config = os.path.isfile(directory / "config.json")
+  return has_config and not workdir.is_exported(directory)
 
 
 def lines(

@@ -118,6 +118,11 @@ def test_a_run_that_does_not_exist_is_refused(tmp_path):
   done = commands.run("launch.status", tmp_path / "lake")
   assert done.returncode == 2
   assert "does not exist" in done.stderr
+  (tmp_path / "lake-hf").mkdir()
+  for name in ("config.json", "model.safetensors"):
+    (tmp_path / "lake-hf" / name).touch()
+  done = commands.run("launch.status", tmp_path / "lake-hf")
+  assert "lake-hf holds an exported checkpoint; name the run" in done.stderr
   (tmp_path / "pond").touch()
   done = commands.run("launch.status", tmp_path / "pond")
   assert f"{tmp_path}/pond is a file; name the directory of a run" in (
