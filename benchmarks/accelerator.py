@@ -596,9 +596,7 @@ async def _publish(sizes: Sizes, copied: float, repeats: int) -> list[Row]:
     await engine.close()
     for one in (thread, copier, learner):
       one.close()
-  middle = {
-    key: statistics.median(row[key] for row in took[1:]) for key in took[0]
-  }
+  middle = machine.medians(took[1:])
   rate = 2 * _nbytes(params) / middle["publish_s"]
   same = "two devices" if len(jax.devices()) > 1 else "one device"
   return [

@@ -11,7 +11,6 @@ else, which is the programs.
 """
 
 import asyncio
-import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -87,10 +86,7 @@ async def _measure(repeats: int) -> dict[str, dict[str, Mapping[str, float]]]:
       counts = _bare_passes(rows, seed)
       taken["bare step"].append(_row(*counts, wall_s, cpu_s, 0.0))
     found[str(rows)] = {
-      side: {
-        name: statistics.median(x[name] for x in some[1:]) for name in some[0]
-      }
-      for side, some in taken.items()
+      side: machine.medians(some[1:]) for side, some in taken.items()
     }
   await served.close()
   thread.close()

@@ -214,10 +214,7 @@ def _rows(layout: sharding.Layout, rate: float) -> list[dict[str, Any]]:
       {
         "rate": rate,
         "dtype": "float32" if dtype == "same" else dtype,
-        **{
-          name: statistics.median(row[name] for row in counts)
-          for name in counts[0]
-        },
+        **machine.medians(counts),
         "whole_s": statistics.median(x for x, _ in seconds),
         "delta_s": statistics.median(x for _, x in seconds),
         "ratio": statistics.median(b / a for a, b in seconds),

@@ -5,8 +5,9 @@ import os
 import pathlib
 import platform
 import resource
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,13 @@ def describe() -> str:
     f"{platform.python_version()}, jax {jax.__version__} on "
     f"{jax.default_backend()}"
   )
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Returns the median of each column."""
+  return {
+    name: statistics.median(row[name] for row in rows) for name in rows[0]
+  }
 
 
 def cpu_s(pids: Sequence[int]) -> float:

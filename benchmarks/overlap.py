@@ -284,16 +284,12 @@ def compared(task: str, runs: _Runs) -> Iterator[dict]:
     yield {
       "task": task,
       "schedule": name,
-      "measured": _medians(real),
+      "measured": machine.medians(real),
       "step_s_range": (min(steps), max(steps)),
-      "simulated": _medians(said),
+      "simulated": machine.medians(said),
       "ratio": statistics.median(ratios),
       "ratio_range": (min(ratios), max(ratios)),
     }
-
-
-def _medians(rows: Sequence[_Row]) -> _Row:
-  return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
 def main(argv: list[str]) -> None:

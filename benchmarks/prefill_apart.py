@@ -159,13 +159,8 @@ async def measured(
 
 def _medians(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """Returns medians of both sides, and ratios of together over apart."""
-  names = list(repeats[0]["together"])
   sides = {
-    side: {
-      name: statistics.median(row[side][name] for row in repeats)
-      for name in names
-    }
-    for side in SIDES
+    side: machine.medians([row[side] for row in repeats]) for side in SIDES
   }
   gains = {}
   for name in ("wall_s", "cpu_s", "first_token_s", "token_s"):

@@ -16,7 +16,6 @@ ratios of each pair's sums, to benchmarks/results/processes.json.
 
 import asyncio
 import functools
-import statistics
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -198,10 +197,7 @@ def _summary(
   sides: Mapping[str, Sequence[Mapping[str, float]]],
 ) -> dict[str, dict[str, float]]:
   """Returns the medians of each side, and apart over here."""
-  found = {
-    side: {name: statistics.median(x[name] for x in ones) for name in ones[0]}
-    for side, ones in sides.items()
-  }
+  found = {side: machine.medians(ones) for side, ones in sides.items()}
   found["ratio"] = {
     name: sum(x[name] for x in sides["apart"])
     / sum(x[name] for x in sides["here"])

@@ -177,11 +177,7 @@ def predicted(
     record = calibration.replay(settings, [*groups[i:], *groups[:i]])
     spans = [*record.spans, *calibration.decode_spans(record)]
     rows.append(outcome(record.events, spans, settings))
-  return _medians(rows)
-
-
-def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+  return machine.medians(rows)
 
 
 def _row(
@@ -192,7 +188,7 @@ def _row(
 ) -> dict[str, Any]:
   """Returns what was measured and predicted, and the median of each span."""
   each = [outcome(run.events, run.spans, run.experiment) for run in runs]
-  measured = _medians(each)
+  measured = machine.medians(each)
   simulated = predicted(calibrated, place, runs[0].experiment.overlap)
   rounds_s = [one["round_s"] for one in each]
   spans = {span.name for run in runs for span in run.spans}

@@ -15,7 +15,6 @@ added to the cache. Writes benchmarks/results/start.json.
 import os
 import pathlib
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,9 +43,7 @@ def main(argv: list[str]) -> None:
     first, *others = [
       start(directory, number) for number in range(1 + _REPEATS.value)
     ]
-  second = {
-    name: statistics.median(one[name] for one in others) for name in others[0]
-  }
+  second = machine.medians(others)
   print(machine.describe())
   for name, value in second.items():
     print(f"{name:28}{first[name]:10.1f}{value:10.1f}")
