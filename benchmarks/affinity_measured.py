@@ -282,11 +282,10 @@ def _medians(repeats: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
   found = []
   for rows in zip(*repeats, strict=True):
     numbers = [name for name in rows[0] if name != "routing"]
-    gains = [row["gain"] for row in rows]
     found.append(
       {"routing": rows[0]["routing"]}
       | {name: statistics.median(x[name] for x in rows) for name in numbers}
-      | {"gain min": min(gains), "gain max": max(gains)}
+      | machine.spread("gain", [row["gain"] for row in rows])
     )
   return found
 

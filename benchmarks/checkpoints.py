@@ -14,7 +14,6 @@ benchmarks/results/checkpoints.json.
 import functools
 import pathlib
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -43,12 +42,6 @@ CONFIG = config_lib.tiny_moe(
 )
 
 
-def _timed(call: Callable[[], Any]) -> float:
-  start = time.monotonic()
-  jax.block_until_ready(call())
-  return time.monotonic() - start
-
-
 def _host_peak(call: Callable[[], Any]) -> int:
   tracemalloc.start()
   jax.block_until_ready(call())
@@ -75,8 +68,8 @@ def _measure(layout: sharding.Layout, root: pathlib.Path) -> dict[str, float]:
     "model MiB": sum(sizes) * mib,
     "largest leaf MiB": max(sizes) * mib,
     "largest shard MiB": max(sizes) * mib / layout.mesh.size,
-    "export s": _timed(lambda: write("0")),
-    "load s": _timed(read),
+    "export s": machine.timed(lambda: write("0"))[0],
+    "load s": machine.timed(read)[0],
     "load host peak MiB": _host_peak(read) * mib,
     "export host peak MiB": _host_peak(lambda: write("1")) * mib,
   }

@@ -205,9 +205,7 @@ async def _measure(parts: assemble.Parts) -> dict[str, float]:
   return {
     "engine tokens/s": statistics.median(rates),
     "bare loop tokens/s": statistics.median(bare_rates),
-    "ratio": statistics.median(ratios),
-    "ratio min": min(ratios),
-    "ratio max": max(ratios),
+    **machine.spread("ratio", ratios),
     "ratio by CPU time": statistics.median(cpu_ratios),
     "CPU us a turn": statistics.median(cpu_us),
     "event loop, CPU us a turn": statistics.median(loop_us),

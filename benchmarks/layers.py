@@ -11,7 +11,6 @@ forms in turn. Writes benchmarks/results/layers.json.
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +38,7 @@ _MODELS = {"dense": model_config.tiny, "4 experts": model_config.tiny_moe}
 def _programs(
   config: model_config.ModelConfig,
 ) -> dict[str, Callable[[], object]]:
-  """Returns calls that wait for what they compute, by name."""
+  """Returns calls of programs by name."""
   layout = sharding.Layout(sharding.make_mesh())
   params = jax.jit(policy_lib.of(config).init)(jax.random.key(0))
   programs = learner.Learner(
@@ -57,11 +56,8 @@ def _programs(
   runner.allocate()
   (shape, *_) = runner.shapes
 
-  def gradient():
-    return jax.block_until_ready(programs.accumulate(params, None, packed))
-
   return {
-    "gradient": gradient,
+    "gradient": lambda: programs.accumulate(params, None, packed),
     "decode": lambda: runner.warm_up(params, shape),
   }
 
@@ -75,16 +71,13 @@ def _row(model: str, depth: int) -> list[dict[str, Any]]:
       compute=model_config.Compute(layers=form),
     )
     for name, call in _programs(config).items():
-      begun = time.process_time()
-      call()
       calls[form, name] = call
-      first_s[form, name] = time.process_time() - begun
+      _, first_s[form, name] = machine.timed(call)
   took_s = {key: [] for key in calls}
   for _ in range(_REPEATS.value):
     for key, call in calls.items():
-      begun = time.process_time()
-      call()
-      took_s[key].append(time.process_time() - begun)
+      _, cpu_s = machine.timed(call)
+      took_s[key].append(cpu_s)
   return [
     {
       "model": model,

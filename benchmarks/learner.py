@@ -165,11 +165,7 @@ async def _measure(parts: assemble.Parts, num_batches: int) -> dict[str, float]:
     ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
     for name, own in rates.items():
       found[f"{name} tokens/{kind}s"] = statistics.median(own)
-    found |= {
-      f"{kind}ratio": statistics.median(ratios),
-      f"{kind}ratio min": min(ratios),
-      f"{kind}ratio max": max(ratios),
-    }
+    found |= machine.spread(f"{kind}ratio", ratios)
   return found
 
 

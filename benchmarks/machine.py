@@ -7,7 +7,7 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,22 @@ def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
   return {
     name: statistics.median(row[name] for row in rows) for name in rows[0]
   }
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+  """Returns the median by its name, and beside it the least and the most."""
+  return {
+    name: statistics.median(values),
+    f"{name} min": min(values),
+    f"{name} max": max(values),
+  }
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+  """Returns the wall and CPU seconds of a call, waiting for its arrays."""
+  wall, cpu = time.monotonic(), time.process_time()
+  jax.block_until_ready(call())
+  return time.monotonic() - wall, time.process_time() - cpu
 
 
 def cpu_s(pids: Sequence[int]) -> float:

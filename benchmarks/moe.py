@@ -25,7 +25,6 @@ import pathlib
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -104,7 +103,7 @@ def _passes(config: config_lib.ModelConfig, shape: tuple[int, int]) -> Step:
   params, gradient = _gradient(config, shape)
   run = jax.jit(gradient)
   jax.block_until_ready(run(params))
-  return lambda: _timed(lambda: run(params))
+  return lambda: machine.timed(lambda: run(params))
 
 
 def _train(num_experts: int) -> Step:
@@ -124,13 +123,7 @@ def _train(num_experts: int) -> Step:
     carry = run(*carry)
     return carry
 
-  return lambda: _timed(again)
-
-
-def _timed(run: Callable) -> tuple[float, float]:
-  wall, cpu = time.monotonic(), time.process_time()
-  jax.block_until_ready(run())
-  return time.monotonic() - wall, time.process_time() - cpu
+  return lambda: machine.timed(again)
 
 
 @contextlib.contextmanager

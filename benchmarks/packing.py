@@ -16,7 +16,6 @@ Writes benchmarks/results/packing.json.
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -123,7 +122,7 @@ def _programs(length: int) -> learner.Learner:
 def _step(
   programs: learner.Learner, packed: list[batch.Batch]
 ) -> Callable[[], None]:
-  """Returns a training step over all rows, which waits for its end."""
+  """Returns a training step over all rows."""
   state = programs.init(jax.random.key(0))
   placed = [programs.place(row) for row in packed]
 
@@ -137,13 +136,6 @@ def _step(
     jax.block_until_ready(state)
 
   return step
-
-
-def _seconds(step: Callable[[], None]) -> tuple[float, float]:
-  """Returns wall and CPU seconds."""
-  wall, cpu = time.monotonic(), time.process_time()
-  step()
-  return time.monotonic() - wall, time.process_time() - cpu
 
 
 def _packed(
@@ -169,7 +161,7 @@ def measure(case: Case, repeats: int) -> dict[str, str | float]:
   steps = [_step(programs, packed) for packed in (own, shared)]
   for step in steps:
     step()  # Compiles.
-  seconds = [[_seconds(step) for step in steps] for _ in range(repeats)]
+  seconds = [[machine.timed(step) for step in steps] for _ in range(repeats)]
   wall, cpu = (
     [(before[clock], after[clock]) for before, after in seconds]
     for clock in (0, 1)
@@ -194,9 +186,7 @@ def _compared(
   return {
     f"{name} s": before,
     f"{name} s shared": after,
-    f"{name} speed-up": statistics.median(ratios),
-    f"{name} speed-up min": min(ratios),
-    f"{name} speed-up max": max(ratios),
+    **machine.spread(f"{name} speed-up", ratios),
   }
 
 

@@ -223,8 +223,7 @@ async def _under_load(
 def _summary(ones: Sequence[Mapping[str, float]]) -> dict[str, float]:
   row = machine.medians(ones)
   for name in ("stall ratio", "idle ratio"):
-    row[f"{name} min"] = min(one[name] for one in ones)
-    row[f"{name} max"] = max(one[name] for one in ones)
+    row |= machine.spread(name, [one[name] for one in ones])
   return row
 
 
