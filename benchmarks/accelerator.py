@@ -54,7 +54,7 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine, train_step
+from benchmarks import machine, small_parts, train_step
 from launch.cli import jax_setup
 from models import config as model_config
 from models import kv_cache, memory_report, sharding
@@ -392,15 +392,6 @@ def _layout() -> sharding.Layout:
   return placement.Placement(colocated=True).layouts()[1]
 
 
-def _draw(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
-  policy = policy_lib.of(config)
-  return jax.jit(policy.init, out_shardings=layout.tree(policy.axes))
-
-
-def _weights(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
-  return _draw(config, layout)(jax.random.key(0))
-
-
 def _shapes(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
   policy = policy_lib.of(config)
   return memory_report.placed(policy.shapes, layout.tree(policy.axes))
@@ -496,7 +487,7 @@ def decode(
   repeats: int,
 ) -> Iterator[Row]:
   """Yields the least seconds of a step over the measured ones."""
-  params = _weights(config, _layout())
+  params = small_parts.weights(config, _layout())
   dispatch = Dispatch.decoding(config, rows, context)
   took = dispatch.time(params, repeats) / dispatch.steps
   item = jnp.dtype(config.dtype).itemsize
@@ -521,7 +512,7 @@ def prefill(
   repeats: int,
 ) -> Iterator[Row]:
   """Yields the share of the matmul's FLOP/s that encoding a prompt reaches."""
-  params = _weights(config, _layout())
+  params = small_parts.weights(config, _layout())
   took = Dispatch.encoding(config, length).time(params, repeats)
   # A third of a train step: forward alone, and logits of the last token only.
   flops = train_step.flops_a_token(config, length) / 3 * length
@@ -564,7 +555,7 @@ async def _publish(sizes: Sizes, copied: float, repeats: int) -> list[Row]:
     event_log.EventLog(),
     spans,
   )
-  params = _weights(config, layouts[0])
+  params = small_parts.weights(config, layouts[0])
   await engine.start((await publisher.place(params))[0], 0)
   again = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree))
   counts = [0] * sizes.answers
@@ -667,7 +658,7 @@ def compile_ahead(sizes: Sizes, only: str) -> None:
       ]
     if only in "prefill":
       dispatches += [Dispatch.encoding(model, size) for size in sizes.prompts]
-    draw = _draw(model, _layout())
+    draw = small_parts.draw(model, _layout())
     if dispatches:
       lower.append(lambda draw=draw: [draw.lower(jax.random.key(0))])
     lower += [lambda one=one: [one.lower()] for one in dispatches]

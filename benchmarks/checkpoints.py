@@ -21,9 +21,8 @@ from typing import Any
 import jax
 from absl import app
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from models import config as config_lib
-from models import policy as policy_lib
 from models import sharding
 from models.hf import export, load
 from rl.pools import placement
@@ -51,11 +50,7 @@ def _host_peak(call: Callable[[], Any]) -> int:
 
 
 def _measure(layout: sharding.Layout, root: pathlib.Path) -> dict[str, float]:
-  init = jax.jit(
-    policy_lib.of(CONFIG).init,
-    out_shardings=layout.tree(policy_lib.of(CONFIG).axes),
-  )
-  params = jax.block_until_ready(init(jax.random.key(0)))
+  params = jax.block_until_ready(small_parts.weights(CONFIG, layout))
   sizes = [x.nbytes for x in jax.tree.leaves(params)]
   read = functools.partial(load.load, root / "0", CONFIG, layout)
 

@@ -13,12 +13,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
-import jax
 import numpy as np
 
-from benchmarks import decode_load
+from benchmarks import decode_load, small_parts
 from models import config as model_config
-from models import policy as policy_lib
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement
@@ -86,11 +84,7 @@ async def start(
   _, layout = placement.Placement(colocated=True).layouts()
   thread = mesh_thread.MeshThread("decode", trace.Trace(None))
   served = settings.build(MODEL, layout, thread)
-  params = jax.jit(
-    lambda: policy_lib.of(MODEL).init(jax.random.key(0)),
-    out_shardings=layout.tree(policy_lib.of(MODEL).axes),
-  )()
-  await served.start(params, 0)
+  await served.start(small_parts.weights(MODEL, layout), 0)
   return served, thread
 
 

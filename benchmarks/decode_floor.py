@@ -17,7 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks import decode_load
+from benchmarks import decode_load, small_parts
 from models import config as model_config
 from models import definition, kv_cache
 from models import logprobs as logprobs_lib
@@ -87,7 +87,7 @@ def main() -> None:
   config = model_config.ModelConfig(
     **decode_load.MODEL, max_length=decode_load.MAX_LENGTH
   )
-  params = jax.jit(lambda: policy_lib.of(config).init(jax.random.key(0)))()
+  params = small_parts.weights(config)
   floors = {n: floor(config, params, n) for n in decode_load.CONCURRENCIES}
   print("ready", flush=True)
   for line in sys.stdin:

@@ -15,12 +15,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from absl import app, flags
 
-from benchmarks import decode_engine, decode_floor, decode_load, machine
-from models import policy as policy_lib
+from benchmarks import (
+  decode_engine,
+  decode_floor,
+  decode_load,
+  machine,
+  small_parts,
+)
 from rl.engine.builtin import decode_step
 from rl.engine.builtin import engine as builtin_engine
 
@@ -68,8 +72,7 @@ async def _measure(repeats: int) -> dict[str, dict[str, Mapping[str, float]]]:
   served, thread = await decode_engine.start(decode_engine.BUILT_IN)
   assert isinstance(served, builtin_engine.BuiltinEngine)
   counted = _Counted(served)
-  model = policy_lib.of(decode_engine.MODEL)
-  params = jax.jit(lambda: model.init(jax.random.key(0)))()
+  params = small_parts.weights(decode_engine.MODEL)
   found: dict[str, dict[str, Mapping[str, float]]] = {}
   for rows in _CONCURRENCIES:
     bare = decode_floor.floor(decode_engine.MODEL, params, rows)

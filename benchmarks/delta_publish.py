@@ -21,6 +21,7 @@ Both ends are in this process. Writes medians over updates and publishes to
 benchmarks/results/delta_publish.json.
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -30,27 +31,16 @@ import jax
 import numpy as np
 from absl import app
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from launch.cli import jax_setup
-from models import config as model_config
 from models import memory_report, sharding
 from models.hf import safetensors_io
-from rl.algorithms import losses, objective
-from rl.data import batch, trajectory
+from rl.data import batch
 from rl.pools import placement, weight_transfer
 from rl.remote import weight_store
-from rl.train import learner, optimizers
 
 _UPDATES, _REPEATS = 12, 5
-_MODEL = model_config.tiny_moe(
-  vocab_size=512,
-  d_model=256,
-  head_dim=64,
-  d_ff=512,
-  d_expert=256,
-  num_experts=8,
-  max_length=64,
-)
+_MODEL = dataclasses.replace(small_parts.PUBLISHED, max_length=64)
 _RATES = (5e-4, 1e-5, 1e-6)
 _DTYPES: tuple[weight_transfer.Dtype, ...] = ("same", "bfloat16")
 _ROWS, _FIRST = 8, 5
@@ -60,12 +50,7 @@ Leaves = Sequence[np.ndarray]
 
 def versions(layout: sharding.Layout, rate: float) -> list[Any]:
   """Returns the parameters after each update, on the host."""
-  programs = learner.Learner(
-    _MODEL,
-    layout,
-    objective.Objective(loss=losses.ClippedSurrogate()),
-    optimizers.AdamW(learning_rate=rate)(),
-  )
+  programs = small_parts.programs(_MODEL, layout, rate)
   state = programs.init(jax.random.key(0))
   found = []
   for update in range(_UPDATES):
@@ -77,29 +62,15 @@ def versions(layout: sharding.Layout, rate: float) -> list[Any]:
 
 def _drawn(seed: int) -> batch.Batch:
   """Returns a batch of answers whose ids and advantages are drawn."""
-  rng, length = np.random.default_rng(seed), _MODEL.max_length
-  half = length // 2
-  episodes = [
-    trajectory.Trajectory(
-      task_id="benchmark",
-      group_id=row,
-      index=0,
-      turns=[
-        trajectory.Turn(
-          context=rng.integers(_MODEL.vocab_size, size=half, dtype=np.int32),
-          tokens=rng.integers(_MODEL.vocab_size, size=half, dtype=np.int32),
-          logprobs=np.full(half, -np.log(_MODEL.vocab_size), np.float32),
-          versions=np.zeros(half, np.int32),
-          stop="length",
-        )
-      ],
-      status=trajectory.Status.COMPLETED,
-      reward=0.0,
-    )
-    for row in range(_ROWS)
-  ]
+  rng, words = np.random.default_rng(seed), _MODEL.vocab_size
+  length = _MODEL.max_length
+  episodes = []
+  for row in range(_ROWS):
+    context, tokens = rng.integers(words, size=(2, length // 2), dtype=np.int32)
+    turn = small_parts.turn(context, tokens, -np.log(words))
+    episodes.append(small_parts.episode([turn], group=row))
   packed = batch.pack(episodes, rows=_ROWS, length=length, version=0)
-  values = [np.full(half, x, np.float32) for x in rng.normal(size=_ROWS)]
+  values = small_parts.advantages(episodes, rng)
   (only,) = batch.with_column(packed, "advantages", values).batches
   return only
 

@@ -17,14 +17,11 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from models import config as model_config
-from models import policy as policy_lib
 from models import sharding
-from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.engine.builtin import dispatch_shapes, model_runner
-from rl.train import learner, optimizers
 
 _DEPTHS = flags.DEFINE_list("depths", ["4", "16", "48"], "Numbers of layers.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each form.")
@@ -40,14 +37,8 @@ def _programs(
 ) -> dict[str, Callable[[], object]]:
   """Returns calls of programs by name."""
   layout = sharding.Layout(sharding.make_mesh())
-  params = jax.jit(policy_lib.of(config).init)(jax.random.key(0))
-  programs = learner.Learner(
-    config,
-    layout,
-    objective.Objective(loss=losses.ClippedSurrogate()),
-    optimizers.AdamW()(),
-    1.0,
-  )
+  params = small_parts.weights(config)
+  programs = small_parts.programs(config, layout)
   packed = batch.empty(8, 64)
   shapes = dispatch_shapes.DispatchShapes(
     slots=8, row_buckets=(8,), chunk_buckets=(4,), steps_per_dispatch=2

@@ -29,7 +29,7 @@ import optax
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from launch.cli import flags, jax_setup
 from rl import assemble, initial_state
 from rl.algorithms import packed_row
@@ -47,23 +47,11 @@ def _episodes(count: int) -> list[trajectory.Trajectory]:
   random = np.random.default_rng(0)
 
   def turn() -> trajectory.Turn:
-    return trajectory.Turn(
-      context=random.integers(3, 29, 2).astype(np.int32),
-      tokens=random.integers(3, 29, 2).astype(np.int32),
-      logprobs=np.full(2, -3.0, np.float32),
-      versions=np.zeros(2, np.int32),
-      stop="stop",
-    )
+    context, tokens = random.integers(3, 29, (2, 2)).astype(np.int32)
+    return small_parts.turn(context, tokens, -3.0)
 
   return [
-    trajectory.Trajectory(
-      task_id="benchmark",
-      group_id=i,
-      index=0,
-      turns=[turn() for _ in range(5)],
-      status=trajectory.Status.COMPLETED,
-      reward=1.0,
-    )
+    small_parts.episode([turn() for _ in range(5)], group=i)
     for i in range(count)
   ]
 
@@ -116,11 +104,7 @@ def _bare_step(parts: assemble.Parts):
 async def _measure(parts: assemble.Parts, num_batches: int) -> dict[str, float]:
   shape = parts.experiment.batch
   episodes = _episodes(num_batches * shape.rows * (shape.length // 20))
-  draws = np.random.default_rng(1).normal(size=len(episodes))
-  values = [
-    np.full(one.num_sampled, value, np.float32)
-    for one, value in zip(episodes, draws, strict=True)
-  ]
+  values = small_parts.advantages(episodes, np.random.default_rng(1))
   pack = functools.partial(batch.pack, **dataclasses.asdict(shape), version=0)
   state = await parts.learner_thread.run(
     "init", initial_state.fresh_state, parts.programs, 0

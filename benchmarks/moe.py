@@ -33,7 +33,7 @@ import numpy as np
 import optax
 from absl import app, flags
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from models import config as config_lib
 from models import definition
 from models import logprobs as logprobs_lib
@@ -94,8 +94,7 @@ def _gradient(
     scored = jnp.take_along_axis(logprobs, tokens[:, 1:, None], -1)[..., 0]
     return -jnp.mean(advantages * scored)
 
-  params = jax.jit(lambda: policy_lib.of(config).init(jax.random.key(0)))()
-  return params, jax.grad(loss)
+  return small_parts.weights(config), jax.grad(loss)
 
 
 def _passes(config: config_lib.ModelConfig, shape: tuple[int, int]) -> Step:

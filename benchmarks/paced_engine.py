@@ -13,9 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from benchmarks import rollart_affinity
+from benchmarks import rollart_affinity, small_parts
 from models import config as model_config
-from models import policy as policy_lib
 from models import sharding
 from rl.backends import local
 from rl.engine.builtin import engine
@@ -127,7 +126,7 @@ async def processes(
     tasks, None, thread, spans, backend=local.Local()
   )
   engines = [remote.build(i, info) for i, info in enumerate(tasks)]
-  params = jax.jit(policy_lib.of(model).init)(jax.random.key(0))
+  params = small_parts.weights(model)
   try:
     for engine in engines:
       await engine.start(params, 0)

@@ -23,13 +23,12 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from launch.cli import jax_setup
 from models import config as config_lib
-from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
 from rl.pools import placement
-from rl.train import learner, optimizers
+from rl.train import learner
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 
@@ -77,14 +76,7 @@ def _episodes(case: Case) -> list[trajectory.Trajectory]:
     return int(np.clip(drawn, 1, 2 * median))
 
   def turn(context: np.ndarray) -> trajectory.Turn:
-    tokens = ids(about(case.answer))
-    return trajectory.Turn(
-      context=context,
-      tokens=tokens,
-      logprobs=np.full(len(tokens), -6.0, np.float32),
-      versions=np.zeros(len(tokens), np.int32),
-      stop="stop",
-    )
+    return small_parts.turn(context, ids(about(case.answer)), -6.0)
 
   episodes = []
   for group in range(_GROUPS):
@@ -92,16 +84,7 @@ def _episodes(case: Case) -> list[trajectory.Trajectory]:
     for index in range(_GROUP_SIZE):
       turns = [turn(prompt)]
       turns += [turn(ids(about(case.reply))) for _ in range(case.turns - 1)]
-      episodes.append(
-        trajectory.Trajectory(
-          task_id="benchmark",
-          group_id=group,
-          index=index,
-          turns=turns,
-          status=trajectory.Status.COMPLETED,
-          reward=0.0,
-        )
-      )
+      episodes.append(small_parts.episode(turns, group, index))
   return episodes
 
 
@@ -115,8 +98,7 @@ def _programs(length: int) -> learner.Learner:
     max_length=length,
   )
   layout, _ = placement.Placement(colocated=True).layouts()
-  minimised = objective.Objective(loss=losses.ClippedSurrogate())
-  return learner.Learner(config, layout, minimised, optimizers.AdamW()())
+  return small_parts.programs(config, layout)
 
 
 def _step(
@@ -145,11 +127,7 @@ def _packed(
   packed = batch.pack(
     episodes, rows=1, length=case.length, version=0, share_prompts=share
   )
-  draws = np.random.default_rng(1).normal(size=len(episodes))
-  values = [
-    np.full(episode.num_sampled, value, np.float32)
-    for episode, value in zip(episodes, draws, strict=True)
-  ]
+  values = small_parts.advantages(episodes, np.random.default_rng(1))
   return batch.with_column(packed, "advantages", values).batches
 
 

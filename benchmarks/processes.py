@@ -20,15 +20,12 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import app, flags
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from launch.cli import jax_setup
-from models import config as model_config
 from models import memory_report
-from models import policy as policy_lib
 from rl.audit import event_log
 from rl.backends import local
 from rl.engine import contract
@@ -38,15 +35,7 @@ from rl.remote import engine_worker, remote_engine
 from rl.runtime import mesh_thread, trace
 
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each side and load.")
-_MODEL = model_config.tiny_moe(
-  vocab_size=512,
-  d_model=256,
-  head_dim=64,
-  d_ff=512,
-  d_expert=256,
-  num_experts=8,
-  max_length=128,
-)
+_MODEL = small_parts.PUBLISHED
 _SETTINGS = engine_settings.EngineSettings(
   slots=64, row_buckets=(16, 64), chunk_buckets=(8,), compile_ahead=True
 )
@@ -168,7 +157,7 @@ async def _measure() -> dict[str, Any]:
       lambda: (apart.pid,),
     ),
   }
-  fresh = _versions(_init(learner_layout))
+  fresh = small_parts.versions(small_parts.weights(_MODEL, learner_layout))
   params = next(fresh)
   for side in sides.values():
     await side.start(params)
@@ -204,20 +193,6 @@ def _summary(
     for name in ("wall_s", "cpu_s")
   }
   return found
-
-
-def _init(layout: Any) -> Any:
-  policy = policy_lib.of(_MODEL)
-  places = layout.tree(policy.axes)
-  return jax.jit(policy.init, out_shardings=places)(jax.random.key(0))
-
-
-def _versions(params: Any) -> Any:
-  """Yields the weights again and again, each time as other arrays."""
-  step = jax.jit(functools.partial(jax.tree.map, lambda leaf: leaf * 1.0001))
-  while True:
-    params = jax.block_until_ready(step(params))
-    yield params
 
 
 def main(argv: list[str]) -> None:

@@ -25,23 +25,19 @@ benchmarks/results/publish.json.
 
 import asyncio
 import dataclasses
-import functools
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from launch.cli import jax_setup
-from models import config as model_config
 from models import memory_report, sharding
-from models import policy as policy_lib
 from rl.audit import event_log
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
@@ -51,15 +47,7 @@ from rl.runtime import mesh_thread, trace
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
 _ROWS = absl_flags.DEFINE_integer("rows", 16, "Answers decoded at once.")
 
-_MODEL = model_config.tiny_moe(
-  vocab_size=512,
-  d_model=256,
-  head_dim=64,
-  d_ff=512,
-  d_expert=256,
-  num_experts=8,
-  max_length=128,
-)
+_MODEL = small_parts.PUBLISHED
 _WAYS: tuple[contract.InFlight, ...] = (
   "drain",
   "abort",
@@ -131,14 +119,6 @@ def _transfer_s(spans: trace.Trace, start: float) -> float:
   return sum(found)
 
 
-def _versions(params: Any) -> Iterator[Any]:
-  """Yields the weights again and again, each time as other arrays."""
-  step = jax.jit(functools.partial(jax.tree.map, lambda leaf: leaf * 1.0001))
-  while True:
-    params = jax.block_until_ready(step(params))
-    yield params
-
-
 async def _one(
   load: Load,
   publisher: weight_publisher.WeightPublisher,
@@ -173,10 +153,10 @@ async def _one(
 
 
 async def _under_load(
-  layouts: Sequence[sharding.Layout], params: Any
+  layouts: Sequence[sharding.Layout],
 ) -> dict[str, dict[str, float]]:
   """Returns medians of what publishing costs, by way."""
-  spans = trace.Trace(None)
+  spans, params = trace.Trace(None), small_parts.weights(_MODEL, layouts[0])
   learner, copier, decode = (
     mesh_thread.MeshThread(n, spans) for n in ("learner", "host", "decode")
   )
@@ -202,7 +182,7 @@ async def _under_load(
   load = Load(served, [[] for _ in range(_ROWS.value)])
   rows = [asyncio.create_task(load.row(i)) for i in range(_ROWS.value)]
   found: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
-  fresh, version = _versions(params), 0
+  fresh, version = small_parts.versions(params), 0
   try:
     for repeat in range(_REPEATS.value + 1):
       for way in _WAYS:
@@ -227,37 +207,23 @@ def _summary(ones: Sequence[Mapping[str, float]]) -> dict[str, float]:
   return row
 
 
-def _init(config: model_config.ModelConfig, layout: sharding.Layout) -> Any:
-  places = layout.tree(policy_lib.of(config).axes)
-  draw = policy_lib.of(config).init
-  return jax.jit(draw, out_shardings=places)(jax.random.key(0))
-
-
-async def _run(layouts: Sequence[sharding.Layout]) -> dict[str, Any]:
-  ways = await _under_load(layouts, _init(_MODEL, layouts[0]))
-  return {"under load": ways}
-
-
 def main(argv: list[str]) -> None:
   """Measures and prints the table, and keeps it."""
   del argv
   place = placement.Placement()
   jax_setup.prepare(place)
-  result = asyncio.run(_run(place.layouts()))
+  ways = asyncio.run(_under_load(place.layouts()))
   print(machine.describe())
-  for title, table in result.items():
-    print(title)
-    names = list(next(iter(table.values())))
-    for name in names:
-      cells = "".join(f"{row[name]:14.5g}" for row in table.values())
-      print(f"  {name:20}{cells}")
-    print(f"  {'':20}" + "".join(f"{name:>14}" for name in table))
+  for name in ways["drain"]:
+    cells = "".join(f"{row[name]:14.5g}" for row in ways.values())
+    print(f"  {name:20}{cells}")
+  print(f"  {'':20}" + "".join(f"{way:>14}" for way in ways))
   machine.keep(
     "publish",
     rows=_ROWS.value,
     repeats=_REPEATS.value,
     params=memory_report.num_params(_MODEL).total,
-    **result,
+    **{"under load": ways},
   )
 
 

@@ -35,10 +35,9 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine, yardstick
+from benchmarks import machine, small_parts, yardstick
 from models import config as model_config
 from models import logprobs, memory_report
-from models import policy as policy_lib
 from rl.algorithms import losses, objective
 from rl.data import batch
 from rl.pools import placement
@@ -48,7 +47,6 @@ REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each side.")
 _STEPS = absl_flags.DEFINE_integer("steps", 2, "Of each repeat.")
 ONLY = absl_flags.DEFINE_string("only", "", "Workloads whose name holds this.")
 
-_OBJECTIVE = objective.Objective(loss=losses.ClippedSurrogate())
 _BYTES_A_PARAMETER = 24
 """bfloat16: old and new copy, gradient; float32: master copy, two moments,
 accumulated gradient; and what adding up the gradient takes."""
@@ -197,7 +195,7 @@ def packed(work: Workload) -> batch.Batch:
 def programs_of(work: Workload) -> learner.Learner:
   """Returns the programs of a workload, on one device."""
   layout, _ = placement.Placement(colocated=True).layouts()
-  return learner.Learner(work.config, layout, _OBJECTIVE, optimizers.AdamW()())
+  return small_parts.programs(work.config, layout)
 
 
 def _ours(work: Workload) -> Callable[[], float]:
@@ -217,9 +215,10 @@ def _ours(work: Workload) -> Callable[[], float]:
 
 def _plain(work: Workload) -> Callable[[], float]:
   optimizer = optimizers.AdamW()()
-  params = policy_lib.of(work.config).init(jax.random.key(0))
+  params = small_parts.weights(work.config)
   opt_state = optimizer.init(params)
-  run = yardstick.build(work.config, optimizer, _OBJECTIVE.balance_weight)
+  weight = objective.Objective(loss=losses.ClippedSurrogate()).balance_weight
+  run = yardstick.build(work.config, optimizer, weight)
   placed = jax.device_put(packed(work))
 
   def step() -> float:

@@ -20,7 +20,6 @@ Writes benchmarks/results/weight_dtypes.json.
 
 import asyncio
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -31,32 +30,22 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from launch.cli import jax_setup
 from models import config as model_config
 from models import lora, memory_report, sharding
 from models import policy as policy_lib
-from rl.algorithms import losses, objective
 from rl.data import batch, trajectory
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import placement, weight_transfer
 from rl.runtime import mesh_thread, trace
-from rl.train import learner, logprob_gap, optimizers
+from rl.train import logprob_gap
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Publishes of each type.")
 _ROWS = absl_flags.DEFINE_integer("rows", 32, "Answers that are compared.")
 
-_MODEL = model_config.tiny_moe(
-  vocab_size=512,
-  d_model=256,
-  head_dim=64,
-  d_ff=512,
-  d_expert=256,
-  num_experts=8,
-  max_length=128,
-  tie_embeddings=False,
-)
+_MODEL = dataclasses.replace(small_parts.PUBLISHED, tie_embeddings=False)
 _PROMPT, _ANSWER, _LOGITS = 16, 64, 3.0
 
 
@@ -106,11 +95,11 @@ async def _moved(
   """Returns bytes and median seconds of a publish of what a model trains."""
   pool = _Pool(layouts, config, dtype)
   trained, frozen = lora.split(_init(config, layouts[0]))
-  again = jax.jit(functools.partial(jax.tree.map, lambda leaf: leaf * 1.0001))
   seconds, moved = [], 0
   held: Any = None
+  fresh = small_parts.versions(trained)
   for _ in range(_REPEATS.value + 1):
-    trained = jax.block_until_ready(again(trained))
+    trained = next(fresh)
     start = time.monotonic()
     (held,) = await pool.transfer.stage(lora.join(trained, frozen), [0])
     moved = held.moved_bytes
@@ -144,14 +133,7 @@ def _episode(
     stop=answer.stop,
     experts=answer.experts,
   )
-  return trajectory.Trajectory(
-    task_id="benchmark",
-    group_id=0,
-    index=request.seed,
-    turns=[turn],
-    status=trajectory.Status.COMPLETED,
-    reward=0.0,
-  )
+  return small_parts.episode([turn], index=request.seed)
 
 
 async def _gap(
@@ -176,12 +158,7 @@ async def _gap(
   rows, length = _ROWS.value, _PROMPT + _ANSWER
   episodes = list(map(_episode, requests, answers))
   (packed,) = batch.pack(episodes, rows=rows, length=length, version=0).batches
-  programs = learner.Learner(
-    _MODEL,
-    layouts[0],
-    objective.Objective(loss=losses.ClippedSurrogate()),
-    optimizers.AdamW()(),
-  )
+  programs = small_parts.programs(_MODEL, layouts[0])
   found: dict[str, float] = {}
   for name, data in (
     ("gap", packed._replace(experts=None)),
