@@ -54,7 +54,7 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine, small_parts, train_step
+from benchmarks import machine, publish_load, small_parts, train_step
 from launch.cli import jax_setup
 from models import config as model_config
 from models import kv_cache, memory_report, sharding
@@ -62,12 +62,11 @@ from models import policy as policy_lib
 from models.attention import attention, mask, paged
 from models.moe import grouped_matmul
 from models.moe import layer as moe_layer
-from rl.audit import event_log
 from rl.engine import contract
 from rl.engine.builtin import decode_step, dispatch_shapes, model_runner
 from rl.engine.builtin import settings as engine_settings
-from rl.pools import placement, router, weight_publisher, weight_transfer
-from rl.runtime import mesh_thread, trace
+from rl.pools import placement
+from rl.runtime import trace
 
 TINY = absl_flags.DEFINE_bool("tiny", False, "Small sizes; nothing is kept.")
 
@@ -533,59 +532,42 @@ async def _publish(sizes: Sizes, copied: float, repeats: int) -> list[Row]:
   config = sizes.served
   config = dataclasses.replace(config, max_length=min(2048, config.max_length))
   layouts = placement.Placement(colocated=len(jax.devices()) < 2).layouts()
-  spans = trace.Trace(None)
-  learner, copier, thread = (
-    mesh_thread.MeshThread(name, spans)
-    for name in ("learner", "host", "decode")
-  )
   settings = engine_settings.EngineSettings(
     slots=sizes.answers,
     row_buckets=(sizes.answers,),
     chunk_buckets=(16,),
     compile_ahead=True,
   )
-  engine = settings.build(config, layouts[1], thread)
-  publisher = weight_publisher.WeightPublisher(
-    router.Router([engine]),
-    weight_transfer.MeshTransfer(
-      [weight_transfer.pool_shardings(config, layouts[1], "same")],
-      learner,
-      copier,
-    ),
-    event_log.EventLog(),
-    spans,
-  )
-  params = small_parts.weights(config, layouts[0])
-  await engine.start((await publisher.place(params))[0], 0)
-  again = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 0, tree))
-  counts = [0] * sizes.answers
-  tasks = [
-    asyncio.create_task(_decode_for_ever(engine, config, row, counts))
-    for row in range(sizes.answers)
-  ]
+
+  def request(row: int, answer: int) -> contract.DecodeRequest:
+    return contract.DecodeRequest(
+      request_id=f"{row} {answer}",
+      session=f"{row} {answer}",
+      tokens=np.full(8, row % config.vocab_size, np.int32),
+      # Rows must not end all at the same time.
+      max_tokens=config.max_length // 2 - row % 8,
+      seed=answer,
+    )
+
   took: list[dict[str, float]] = []
-  try:
+  async with publish_load.decoding(
+    config, layouts, settings, request, sizes.answers, trace.Trace(None)
+  ) as load:
+    params = small_parts.weights(config, layouts[0])
+    versions = small_parts.versions(params)
     for version in range(1, repeats + 2):
-      params = jax.block_until_ready(again(params))
-      before, start = sum(counts), time.monotonic()
+      params = next(versions)
+      before = time.monotonic()
       await asyncio.sleep(1.0)
-      elapsed, tokens = time.monotonic() - start, sum(counts) - before
       start = time.monotonic()
-      stall_s = await publisher.publish(version, params, "keep_kv")
+      stall_s = await load.publisher.publish(version, params, "keep_kv")
       took.append(
         {
           "publish_s": time.monotonic() - start,
           "stall_s": stall_s,
-          "step_s": elapsed * sizes.answers / max(tokens, 1),
+          "step_s": load.step_s(before, start),
         }
       )
-  finally:
-    for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await engine.close()
-    for one in (thread, copier, learner):
-      one.close()
   middle = machine.medians(took[1:])
   rate = 2 * _nbytes(params) / middle["publish_s"]
   same = "two devices" if len(jax.devices()) > 1 else "one device"
@@ -598,29 +580,6 @@ async def _publish(sizes: Sizes, copied: float, repeats: int) -> list[Row]:
       **middle,
     },
   ]
-
-
-async def _decode_for_ever(
-  engine: contract.DecodeEngine,
-  config: model_config.ModelConfig,
-  row: int,
-  counts: list[int],
-) -> None:
-  """Asks for one answer after the other, and counts its tokens."""
-  answer = 0
-  while True:
-    answer += 1
-    name = f"{row} {answer}"
-    request = contract.DecodeRequest(
-      request_id=name,
-      session=name,
-      tokens=np.full(8, row % config.vocab_size, np.int32),
-      # Rows must not end all at the same time.
-      max_tokens=config.max_length // 2 - row % 8,
-      seed=answer,
-    )
-    async for delta in engine.stream(request):
-      counts[row] += len(delta.tokens)
 
 
 def _rows(

@@ -24,80 +24,46 @@ benchmarks/results/publish.json.
 """
 
 import asyncio
-import dataclasses
-import itertools
-import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine, small_parts
+from benchmarks import machine, publish_load, small_parts
 from launch.cli import jax_setup
 from models import memory_report, sharding
-from rl.audit import event_log
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
-from rl.pools import placement, router, weight_publisher, weight_transfer
-from rl.runtime import mesh_thread, trace
+from rl.pools import placement
+from rl.runtime import trace
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each way.")
 _ROWS = absl_flags.DEFINE_integer("rows", 16, "Answers decoded at once.")
 
 _MODEL = small_parts.PUBLISHED
-_WAYS: tuple[contract.InFlight, ...] = (
-  "drain",
-  "abort",
-  "recompute",
-  "keep_kv",
-)
+_WAYS = get_args(contract.InFlight)
 _PROMPT, _ANSWER = 16, 64
 _WINDOW_S, _AFTER_S = 1.0, 0.4
 
 
-@dataclasses.dataclass(eq=False)
-class Load:
-  """Rows that ask for one answer after the other, until they are cancelled.
+def _requests() -> publish_load.Requests:
+  """Returns the requests of rows, which must not end all at the same time."""
+  draws = [np.random.default_rng(row) for row in range(_ROWS.value)]
 
-  Attributes:
-    arrivals: when each row's tokens came, by time.monotonic().
-  """
+  def request(row: int, answer: int) -> contract.DecodeRequest:
+    rng = draws[row]
+    return contract.DecodeRequest(
+      request_id=f"{row} {answer}",
+      session=f"{row} {answer}",
+      tokens=rng.integers(_MODEL.vocab_size, size=_PROMPT).astype(np.int32),
+      max_tokens=int(rng.integers(_ANSWER // 2, _ANSWER)),
+      seed=1000 * row + answer,
+    )
 
-  served: contract.DecodeEngine
-  arrivals: list[list[float]]
-
-  async def row(self, number: int) -> None:
-    """Decodes for ever."""
-    rng = np.random.default_rng(number)
-    answer = 0
-    while True:
-      answer += 1
-      request = contract.DecodeRequest(
-        request_id=f"{number} {answer}",
-        session=f"{number} {answer}",
-        tokens=rng.integers(_MODEL.vocab_size, size=_PROMPT).astype(np.int32),
-        # Rows must not end all at the same time.
-        max_tokens=int(rng.integers(_ANSWER // 2, _ANSWER)),
-        seed=1000 * number + answer,
-      )
-      async for delta in self.served.stream(request):
-        self.arrivals[number] += [time.monotonic()] * len(delta.tokens)
-
-  def gap_s(self, start: float, end: float) -> float:
-    """Returns the median over rows of the longest time without a token."""
-    longest = []
-    for times in self.arrivals:
-      inside = [start, *(t for t in times if start < t < end), end]
-      longest.append(max(b - a for a, b in itertools.pairwise(inside)))
-    return statistics.median(longest)
-
-  def step_s(self, start: float, end: float) -> float:
-    """Returns the mean time in which every row gets a token."""
-    tokens = sum(start < t < end for times in self.arrivals for t in times)
-    return (end - start) * len(self.arrivals) / tokens
+  return request
 
 
 def _idle_s(spans: trace.Trace, start: float, end: float) -> float:
@@ -120,8 +86,7 @@ def _transfer_s(spans: trace.Trace, start: float) -> float:
 
 
 async def _one(
-  load: Load,
-  publisher: weight_publisher.WeightPublisher,
+  load: publish_load.Load,
   spans: trace.Trace,
   version: int,
   params: Any,
@@ -130,7 +95,7 @@ async def _one(
   """Returns what one publish costs, and a window of the same length before."""
   await asyncio.sleep(_WINDOW_S)
   start = time.monotonic()
-  stall_s = await publisher.publish(version, params, way)
+  stall_s = await load.publisher.publish(version, params, way)
   publish_s = time.monotonic() - start
   # What was encoded again, or had to wait, shows in the next tokens.
   await asyncio.sleep(_AFTER_S)
@@ -156,47 +121,24 @@ async def _under_load(
   layouts: Sequence[sharding.Layout],
 ) -> dict[str, dict[str, float]]:
   """Returns medians of what publishing costs, by way."""
-  spans, params = trace.Trace(None), small_parts.weights(_MODEL, layouts[0])
-  learner, copier, decode = (
-    mesh_thread.MeshThread(n, spans) for n in ("learner", "host", "decode")
-  )
+  spans = trace.Trace(None)
   settings = engine_settings.EngineSettings(
     slots=_ROWS.value,
     row_buckets=(_ROWS.value,),
     chunk_buckets=(_PROMPT, _MODEL.max_length),
     compile_ahead=True,
   )
-  served = settings.build(_MODEL, layouts[1], decode)
-  publisher = weight_publisher.WeightPublisher(
-    router.Router([served]),
-    weight_transfer.MeshTransfer(
-      [weight_transfer.pool_shardings(_MODEL, layouts[1], "same")],
-      learner,
-      copier,
-    ),
-    event_log.EventLog(),
-    spans,
-  )
-  copy, _ = await publisher.place(params)
-  await served.start(copy, 0, lambda text: None)
-  load = Load(served, [[] for _ in range(_ROWS.value)])
-  rows = [asyncio.create_task(load.row(i)) for i in range(_ROWS.value)]
   found: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
-  fresh, version = small_parts.versions(params), 0
-  try:
+  async with publish_load.decoding(
+    _MODEL, layouts, settings, _requests(), _ROWS.value, spans
+  ) as load:
+    params = small_parts.weights(_MODEL, layouts[0])
+    versions = enumerate(small_parts.versions(params), 1)
     for repeat in range(_REPEATS.value + 1):
       for way in _WAYS:
-        version += 1
-        one = await _one(load, publisher, spans, version, next(fresh), way)
+        one = await _one(load, spans, *next(versions), way)
         if repeat:  # The first is for whatever compiles late.
           found[way].append(one)
-  finally:
-    for row in rows:
-      row.cancel()
-    await asyncio.gather(*rows, return_exceptions=True)
-    await served.close()
-    for thread in (decode, copier, learner):
-      thread.close()
   return {way: _summary(ones) for way, ones in found.items()}
 
 
