@@ -692,9 +692,8 @@ def measure(sizes: Sizes, repeats: int, only: str = "") -> Row:
   return {"matmul_flops_s": matmul, "copy_bytes_s": copied, "rows": rows}
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps every row."""
-  del argv
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
   only = train_step.ONLY.value
   sizes = tiny() if TINY.value else large()

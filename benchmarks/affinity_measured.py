@@ -290,9 +290,8 @@ def _medians(repeats: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
   return found
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps the rows of all pools."""
-  del argv
   jax_setup.prepare(_PLACE)
   kept = {}
   for name, pools in POOLS.items():

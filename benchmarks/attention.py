@@ -126,9 +126,8 @@ def _auto(batch: int, queries: int, keys: int, sources: int) -> str:
   return backend.choose(jax.default_backend(), case)
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures every shape, prints a table and keeps it."""
-  del argv
   print(machine.describe(), _DTYPE.value)
   print(f"{'':24}" + "".join(f"{form:>22}" for form in _FORMS) + "  auto")
   table = {}

@@ -70,12 +70,11 @@ def _measure(layout: sharding.Layout, root: pathlib.Path) -> dict[str, float]:
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures and prints; all devices hold a part of every matrix."""
-  del argv
   devices = len(jax.devices())
   spec = placement.MeshSpec(data=devices)
-  layout, _ = placement.Placement(learner=spec, colocated=True).layouts()
+  layout = placement.Placement(learner=spec, colocated=True).layouts()[0]
   with tempfile.TemporaryDirectory() as root:
     row = _measure(layout, pathlib.Path(root))
   print(machine.describe())

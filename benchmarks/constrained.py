@@ -16,15 +16,12 @@ import statistics
 import time
 from typing import Any
 
-import jax
 import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine
+from benchmarks import machine, small_parts
 from models import config as model_config
-from models import policy as policy_lib
-from models import sharding
 from models.chat import answer_grammar, call_formats
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
@@ -122,21 +119,16 @@ async def _measure(engine: Any, params: Any) -> dict[str, float]:
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures all kinds in turn, and prints and keeps the medians."""
-  del argv
   config = model_config.tiny_moe(vocab_size=_IDS, max_length=128)
-  decode = placement.MeshSpec(rules=sharding.DECODE)
-  _, layout = placement.Placement(decode=decode, colocated=True).layouts()
+  layout = placement.Placement(colocated=True).layouts()[1]
   settings = engine_settings.EngineSettings(
     slots=_ROWS,
     row_buckets=(_ROWS,),
     chunk_buckets=(8,),
   )
-  model = policy_lib.of(config)
-  params = jax.device_put(
-    model.init(jax.random.key(0)), layout.tree(model.axes)
-  )
+  params = small_parts.weights(config, layout)
   thread = mesh_thread.MeshThread("decode", trace.Trace(None))
   engine = settings.build(config, layout, thread)
   row = asyncio.run(_measure(engine, params))

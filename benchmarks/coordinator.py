@@ -310,9 +310,8 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
   return float(np.polyfit(x, y[-len(x) :], 1)[0])
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
-  del argv
   print(machine.describe())
   # First, while the process has held nothing else.
   memory = _remember(_TRAJECTORIES.value) if _TRAJECTORIES.value else {}
@@ -326,7 +325,7 @@ def main(argv: list[str]) -> None:
   files = collections.Counter[str]()
   for row in cases.values():
     files.update(row["us_per_turn_by_file"])
-  for name, _ in files.most_common(20):
+  for name in dict(files.most_common(20)):
     each = [row["us_per_turn_by_file"].get(name, 0.0) for row in cases.values()]
     print(f"  {name:24}" + "".join(f"{value:11.2f}" for value in each))
   machine.keep(

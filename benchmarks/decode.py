@@ -105,9 +105,8 @@ def _row(
   return row
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps every load."""
-  del argv
   print(machine.describe())
   result: dict[str, dict[str, dict[str, float]]] = {}
   with contextlib.ExitStack() as stack:

@@ -109,9 +109,8 @@ def _row(
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps both loads."""
-  del argv
   print(machine.describe())
   found = asyncio.run(_measure(_REPEATS.value))
   for rows, sides in found.items():

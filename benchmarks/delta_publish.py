@@ -194,9 +194,8 @@ def _rows(layout: sharding.Layout, rate: float) -> list[dict[str, Any]]:
   return rows
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps the rows."""
-  del argv
   place = placement.Placement()
   jax_setup.prepare(place)
   rows = [row for rate in _RATES for row in _rows(place.layouts()[0], rate)]

@@ -161,9 +161,8 @@ def _bare_loop(parts: assemble.Parts, state: train_state.TrainState):
   return run
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures both sides in turn and prints the medians and their ratio."""
-  del argv
   slots = _EPISODES.value
   experiment = flags.load(
     "configs/guess_number_moe.py",

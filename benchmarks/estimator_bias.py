@@ -236,9 +236,8 @@ def measure_kl(penalty: kl_lib.KlPenalty) -> dict[str, tuple[float, float]]:
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures all, prints the tables and keeps them."""
-  del argv
   print(machine.describe())
   print(f"| bias, cosine | {' | '.join(LAGS)} |")
   print("|---" * (len(LAGS) + 1) + "|")
@@ -262,10 +261,10 @@ def main(argv: list[str]) -> None:
   for name, by_lag in kl.items():
     cells = [f"{lag} {100 * off:.1f} %" for lag, (off, _) in by_lag.items()]
     print(f"{name} as a loss, bias: {', '.join(cells)}")
-  far, _ = tabular_estimates.bias(
+  far = tabular_estimates.bias(
     tabular_estimates.kl_gradients(reference=4)[0],
     tabular_estimates.kl_of_episodes_gradient(reference=4),
-  )
+  )[0]
   print(f"of the KL of whole episodes a loss leaves out {100 * far:.1f} %")
   machine.keep(
     "estimator_bias",

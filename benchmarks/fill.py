@@ -136,9 +136,8 @@ def measure(
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures every shape and policy, prints the table and keeps it."""
-  del argv
   if _RUN.value:
     machine.keep(_LENGTHS, updates=list(_read(pathlib.Path(_RUN.value))))
   results = pathlib.Path(__file__).parent / "results"

@@ -225,9 +225,8 @@ def _rate(trial: Trial, program: Any, repeats: int) -> dict[str, Any]:
   return row | {"rate": trial.work / took, "seconds": took}
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures each tiling, prints the best of each case and keeps all."""
-  del argv
   tiny, interpret = accelerator.TINY.value, jax.default_backend() != "gpu"
   only = train_step.ONLY.value
   trials = [

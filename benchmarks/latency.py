@@ -71,9 +71,8 @@ async def _measure() -> dict[str, dict[str, float]]:
   return rows
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps every load."""
-  del argv
   print(machine.describe())
   machine.keep("latency", loads=asyncio.run(_measure()))
 

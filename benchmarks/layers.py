@@ -84,9 +84,8 @@ def _row(model: str, depth: int) -> list[dict[str, Any]]:
   ]
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures every depth and prints a row for each program."""
-  del argv
   jax.config.update("jax_enable_compilation_cache", False)
   _row("dense", 1)  # What only the first program of a process pays.
   rows = []

@@ -163,9 +163,8 @@ async def _seconds(
   return time.monotonic() - wall, time.process_time() - cpu
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures both sides in turn and prints the medians and their ratio."""
-  del argv
   experiment = flags.load("configs/guess_number_moe.py")
   still = dataclasses.replace(experiment.optimizer, learning_rate=1e-12)
   experiment = dataclasses.replace(experiment, optimizer=still)

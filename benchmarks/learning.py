@@ -162,9 +162,8 @@ def render() -> None:
   (docs / "learning.svg").write_text(learning_picture.draw(table))
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Runs what is missing and renders."""
-  del argv
   if not _RENDER.value:
     seeds, rates = [*map(int, _SEEDS.value)], [*map(float, _RATES.value)]
     cases = learning_runs.grid(seeds)

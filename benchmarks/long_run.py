@@ -349,9 +349,8 @@ def _kept() -> Mapping[str, Any]:
   return json.loads(file.read_text()) if file.exists() else {}
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Runs both, prints how they grew, and keeps them."""
-  del argv
   print(machine.describe())
   results = {name: _kept().get(name) for name in ("simulated", "real")}
   if _ROUNDS.value:

@@ -25,7 +25,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -221,9 +221,8 @@ def _against_tunix(python: str, repeats: int) -> dict:
   return result
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps all comparisons."""
-  del argv
   print(machine.describe())
   result = {"forward and backward": _growth(_REPEATS.value)}
   growth = result["forward and backward"]

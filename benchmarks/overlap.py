@@ -292,9 +292,8 @@ def compared(task: str, runs: _Runs) -> Iterator[dict]:
     }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, simulates, prints and keeps."""
-  del argv
   base = flags.load(
     "configs/guess_number_moe.py", {"rounds": str(_ROUNDS.value)}
   )

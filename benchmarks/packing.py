@@ -172,9 +172,8 @@ def _tokens(packed: list[batch.Batch]) -> int:
   return sum(int((row.segments > 0).sum()) for row in packed)
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures every case, prints the table and keeps it."""
-  del argv
   jax_setup.keep_compiled()
   rows = [measure(case, _REPEATS.value) for case in CASES]
   print(machine.describe())

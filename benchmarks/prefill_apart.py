@@ -170,9 +170,8 @@ def _medians(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   return {**sides, "gain": gains, "same answers": same}
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps the rows of all pools."""
-  del argv
   jax_setup.prepare(placement.Placement())
   load, kept = [os.getloadavg()[0]], {}
   for name, pools in POOLS.items():

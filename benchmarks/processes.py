@@ -195,9 +195,8 @@ def _summary(
   return found
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps the rows."""
-  del argv
   jax_setup.prepare(placement.Placement())
   rows = asyncio.run(_measure())
   for load, sides in rows.items():

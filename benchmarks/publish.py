@@ -149,9 +149,8 @@ def _summary(ones: Sequence[Mapping[str, float]]) -> dict[str, float]:
   return row
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures and prints the table, and keeps it."""
-  del argv
   place = placement.Placement()
   jax_setup.prepare(place)
   ways = asyncio.run(_under_load(place.layouts()))

@@ -137,7 +137,7 @@ def play(
     routing=routing,
     rounds=rounds + 3,
   )
-  record = simulated.checked(simulate.simulate(chosen))
+  record = simulated.play(chosen)
   return _GROUPS * _MEMBERS / _sessions_per_s(record), record.routes
 
 
@@ -221,9 +221,8 @@ def alike(rounds: int) -> list[dict[str, Any]]:
   return rows
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
-  del argv
   rounds = simulated.ROUNDS.value
   rows = gains(MIDDLE, rounds)
   simulated.show("mixed against single pools at equal cost", rows)

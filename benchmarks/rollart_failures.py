@@ -39,7 +39,6 @@ from rl.audit import event_log
 from rl.rollout import starting
 from rl.schedule import overlap
 from rl.simulation import distributions, hosts, simulate
-from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 
 STEP_S, FAILED_S, ONE_IN = 365.7, 513.3, 10
@@ -76,11 +75,7 @@ def settings(
     tau0_s=rates.tau0_s, b0=7.0, prefill_per_s=40_000.0
   )
   return simulate.Simulation(
-    cluster=simulate.Cluster(
-      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=_LEARNER_S),
-      pools=(simulate.EnginePool(engines=_ENGINES, speed=speed),),
-      transfer_s=0.0,
-    ),
+    cluster=simulated.cluster(speed, _ENGINES, update_s=_LEARNER_S),
     workloads=(
       dataclasses.replace(
         simulated.SWE,
@@ -101,7 +96,7 @@ def settings(
 
 def play(chosen: simulate.Simulation) -> tuple[float, float]:
   """Returns seconds of the first rollout, and until its last start is over."""
-  record = simulated.checked(simulate.simulate(chosen))
+  record = simulated.play(chosen)
   (ready_s,) = (e["t"] for e in event_log.of_kind(record.events, "update"))
   started_s = max(
     e["t"] - e["decode_s"] - e["env_s"]
@@ -200,17 +195,15 @@ def cost(rates: Rates, name: str, rounds: int, spare: int) -> dict[str, Any]:
   base = dataclasses.replace(
     base, hosts=dataclasses.replace(base.hosts, count=count)
   )
-  plain = simulated.checked(simulate.simulate(base))
+  plain = simulated.play(base)
   first_s, *_ = simulated.rounds_s(plain)
   assert base.hosts is not None
   outage = hosts.Outage(
     start_s=first_s + _OUTAGE_AFTER_S, down_s=_DOWN_S, host=0
   )
-  broken = simulated.checked(
-    simulate.simulate(
-      dataclasses.replace(
-        base, hosts=dataclasses.replace(base.hosts, outages=(outage,))
-      )
+  broken = simulated.play(
+    dataclasses.replace(
+      base, hosts=dataclasses.replace(base.hosts, outages=(outage,))
     )
   )
   assert broken.hosts is not None
@@ -223,9 +216,8 @@ def cost(rates: Rates, name: str, rounds: int, spare: int) -> dict[str, Any]:
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Fits, predicts, prints and keeps."""
-  del argv
   rates = fit()
   rollout_s, started_s = means(rates)
   print(f"{rates}: {rollout_s + _LEARNER_S:.1f} s, starts {started_s:.1f} s")

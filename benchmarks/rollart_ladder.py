@@ -39,7 +39,7 @@ from typing import Any
 
 from absl import app
 
-from benchmarks import machine, simulated
+from benchmarks import machine, rollart_affinity, simulated
 from rl.pools import affinity
 from rl.rollout import grading, group_rollout
 from rl.schedule import overlap
@@ -58,8 +58,7 @@ PUBLISHED = {
 OVER_SYNC = (2.65, 4.58)
 GROUPS = 32
 _MEMBERS, _GRADERS = 8, 16
-_TRAIN_SHARE = 84.0 / 281.0
-_COMPUTE_RATIO, _BANDWIDTH_RATIO = 148.0 / 989.5, 4.0 / 3.35
+TRAIN_SHARE = 84.0 / 281.0
 _SLOTS, _B0 = 64, 96.0
 
 
@@ -142,7 +141,7 @@ def _pool(
   name: str, accelerators: int, model: Model, stop_s: float
 ) -> simulate.EnginePool:
   h20 = name == "h20"
-  tau0_s = model.tau0_s / (_BANDWIDTH_RATIO if h20 else 1.0)
+  tau0_s = model.tau0_s / (rollart_affinity.BANDWIDTH_RATIO if h20 else 1.0)
   # Of an H800: 1,000 ids of context take 4.5 times as long as 200 of answers.
   batch = simulated_processor.Speed(tau0_s=model.tau0_s, b0=_B0, slots=_SLOTS)
   encoded = 1_000.0 / (4.5 * 200.0) * batch.tokens_per_s
@@ -152,7 +151,7 @@ def _pool(
     speed=simulated_processor.Speed(
       tau0_s=tau0_s,
       b0=_B0,
-      prefill_per_s=encoded * (_COMPUTE_RATIO if h20 else 1.0),
+      prefill_per_s=encoded * (rollart_affinity.COMPUTE_RATIO if h20 else 1.0),
       slots=_SLOTS,
       update_s=stop_s,
     ),
@@ -244,8 +243,7 @@ def play(
       episodes=GROUPS * _MEMBERS,
       graded_together=True,
     )
-  record = simulated.checked(simulate.simulate(chosen, world))
-  return simulation_result.measure(record)
+  return simulation_result.measure(simulated.play(chosen, world))
 
 
 def cost(rung: Rung, model: Model) -> float:
@@ -261,7 +259,7 @@ def fit(model: Model, rounds: int) -> float:
   probe = 1e-6
   alone = play(RUNGS["sync+"], model, probe, rounds)
   rollout_s = alone.step_s - alone.train_s - alone.publish_s
-  return probe * _TRAIN_SHARE * rollout_s / alone.train_s
+  return probe * TRAIN_SHARE * rollout_s / alone.train_s
 
 
 def climb(name: str, rounds: int, latency: str) -> list[dict[str, Any]]:
@@ -311,9 +309,8 @@ def holds(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
   return kept
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
-  del argv
   rounds = simulated.ROUNDS.value
   tables = {}
   for latency in LATENCIES:

@@ -160,22 +160,18 @@ def rollout_s(
 ) -> tuple[float, float]:
   """Returns seconds of a rollout, mean over rounds, and the use of prefill."""
   engines = pools(MODELS[name], nodes, split=split, interference=interference)
-  record = simulated.checked(
-    simulate.simulate(
-      simulate.Simulation(
-        cluster=simulate.Cluster(
-          learner=_LEARNER, pools=engines, transfer_s=0.0
+  record = simulated.play(
+    simulate.Simulation(
+      cluster=simulate.Cluster(learner=_LEARNER, pools=engines, transfer_s=0.0),
+      workloads=(
+        dataclasses.replace(
+          simulated.SWE, reply_tokens=distributions.Fixed(float(reply))
         ),
-        workloads=(
-          dataclasses.replace(
-            simulated.SWE, reply_tokens=distributions.Fixed(float(reply))
-          ),
-        ),
-        overlap=overlap.sync(_GROUPS),
-        rollout=simulated.SWE_ROLLOUT,
-        rounds=rounds,
-        warmup=0,
-      )
+      ),
+      overlap=overlap.sync(_GROUPS),
+      rollout=simulated.SWE_ROLLOUT,
+      rounds=rounds,
+      warmup=0,
     )
   )
   seconds = statistics.mean(simulated.rounds_s(record))
@@ -213,9 +209,8 @@ def sweep() -> list[dict[str, Any]]:
   ]
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Predicts, prints and keeps."""
-  del argv
   rounds = simulated.ROUNDS.value
   rows = [row(name, nodes, rounds=rounds) for name in MODELS for nodes in NODES]
   simulated.show("gain of the split", rows)

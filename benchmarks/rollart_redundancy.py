@@ -34,7 +34,6 @@ from rl.audit import event_log
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate, workload
-from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 
 PUBLISHED = {
@@ -82,11 +81,7 @@ def settings(
     ),
   )
   return simulate.Simulation(
-    cluster=simulate.Cluster(
-      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
-      pools=(simulate.EnginePool(engines=_ENGINES, speed=speed),),
-      transfer_s=0.0,
-    ),
+    cluster=simulated.cluster(speed, _ENGINES),
     workloads=(
       workload.Workload(
         answer_tokens=distributions.LogNormal(
@@ -106,7 +101,7 @@ def settings(
 
 def play(chosen: simulate.Simulation) -> dict[str, float]:
   """Returns the seconds of a round, and the cost of redundancy."""
-  record = simulated.checked(simulate.simulate(chosen))
+  record = simulated.play(chosen)
   ended = {
     event_log.member(e): e["tokens"]
     for e in event_log.of_kind(record.events, "ended")
@@ -230,9 +225,8 @@ def held_out() -> dict[str, Any]:
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
-  del argv
   rounds = simulated.ROUNDS.value
   rows = grid(rounds, shared=True)
   simulated.show("prompts share lengths", rows)

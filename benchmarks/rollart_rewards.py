@@ -35,7 +35,6 @@ from rl.rollout import grading, group_rollout
 from rl.runtime import virtual_clock
 from rl.schedule import overlap
 from rl.simulation import distributions, resources, simulate, workload, world
-from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 
 ROLLOUT_S = {"dedicated": 158.0, "serverless": 77.0}
@@ -61,11 +60,7 @@ def settings(
   """
   speed = simulated_processor.Speed(tau0_s=tau0_s, slots=42)
   return simulate.Simulation(
-    cluster=simulate.Cluster(
-      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=_TRAIN_S),
-      pools=(simulate.EnginePool(engines=engines, speed=speed),),
-      transfer_s=0.0,
-    ),
+    cluster=simulated.cluster(speed, engines, update_s=_TRAIN_S),
     workloads=(
       workload.Workload(
         name="math",
@@ -178,9 +173,8 @@ def on_platform(
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Simulates, prints and keeps."""
-  del argv
   rounds = simulated.ROUNDS.value
   fitted = {sigma: fit(sigma, rounds) for sigma in _SIGMAS}
   rows = [compare(sigma, fitted[sigma], rounds) for sigma in _SIGMAS]

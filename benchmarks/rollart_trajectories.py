@@ -27,7 +27,6 @@ from benchmarks import machine, simulated
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate, workload
-from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 
 PUBLISHED = {1: 1.23, 3: 1.51, 5: 1.69, 7: 2.18, 10: 2.27}
@@ -64,11 +63,7 @@ def settings(
     tau0_s=answer_s / _ANSWER, b0=math.inf, slots=groups * _MEMBERS
   )
   return simulate.Simulation(
-    cluster=simulate.Cluster(
-      learner=simulated_learner.LearnerSpeed(token_s=0.0, update_s=0.0),
-      pools=(simulate.EnginePool(engines=1, speed=speed),),
-      transfer_s=0.0,
-    ),
+    cluster=simulated.cluster(speed),
     workloads=(
       workload.Workload(
         name="game",
@@ -99,8 +94,8 @@ def compare(chosen: simulate.Simulation) -> tuple[float, float]:
     chosen.seed,
     episodes=chosen.overlap.groups_per_round * chosen.rollout.group_size,
   )
-  together = simulated.checked(simulate.simulate(chosen, batch))
-  alone = simulated.checked(simulate.simulate(chosen))
+  together = simulated.play(chosen, batch)
+  alone = simulated.play(chosen)
   return (
     statistics.mean(simulated.rounds_s(together)),
     statistics.mean(simulated.rounds_s(alone)),
@@ -154,9 +149,8 @@ def _sweep(rounds: int) -> list[dict[str, Any]]:
   return [*rows, again]
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
-  del argv
   rounds = simulated.ROUNDS.value
   rows = [_row(sigma, rounds) for sigma in PUBLISHED]
   simulated.show("trajectories against batches", rows)

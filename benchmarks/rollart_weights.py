@@ -56,7 +56,6 @@ from benchmarks import machine, rollart_ladder, simulated
 from rl.rollout import group_rollout
 from rl.schedule import overlap
 from rl.simulation import distributions, resources, simulate, workload
-from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.simulation import result as simulation_result
 
@@ -72,7 +71,6 @@ GAIN = (1.10, 1.16)
 EXPOSED = ("TCP", "push and pull")
 _FITTED = "8B"
 _BUCKET_BYTES = 1e9
-_TRAIN_SHARE = 84.0 / 281.0
 _GROUPS, _MEMBERS, _SLOTS, _B0 = 32, 8, 64, 96.0
 _PROMPT, _ANSWER = 100, 2_000
 
@@ -171,7 +169,7 @@ def decoding(
 ) -> simulation_result.Result:
   """Returns the result of a run whose engine is always full."""
   hidden_s = PUBLISHED_S["push"][model] + PUBLISHED_S["exposed pull"][model]
-  decode_s = hidden_s / (1.0 - _TRAIN_SHARE)
+  decode_s = hidden_s / (1.0 - rollart_ladder.TRAIN_SHARE)
   members = _GROUPS * _MEMBERS
   unit = simulated_processor.Speed(tau0_s=1.0, b0=_B0, slots=_SLOTS)
   speed = simulated_processor.Speed(
@@ -181,15 +179,13 @@ def decoding(
     prefill_per_s=math.inf,
     update_s=stop_s,
   )
-  token_s = _TRAIN_SHARE * decode_s / (members * (_ANSWER + _PROMPT))
+  token_s = (
+    rollart_ladder.TRAIN_SHARE * decode_s / (members * (_ANSWER + _PROMPT))
+  )
   answers = distributions.LogNormal(mean=float(_ANSWER), sigma=0.4)
-  record = simulate.simulate(
+  record = simulated.play(
     simulate.Simulation(
-      cluster=simulate.Cluster(
-        learner=simulated_learner.LearnerSpeed(token_s=token_s, update_s=0.0),
-        pools=(simulate.EnginePool(engines=1, speed=speed),),
-        transfer_s=push_s,
-      ),
+      cluster=simulated.cluster(speed, token_s=token_s, transfer_s=push_s),
       workloads=(
         workload.Workload(
           prompt_tokens=distributions.Fixed(float(_PROMPT)),
@@ -206,7 +202,7 @@ def decoding(
       rounds=rounds + 1 + 2 * eta,
     )
   )
-  return simulation_result.measure(simulated.checked(record))
+  return simulation_result.measure(record)
 
 
 def steps(
@@ -243,9 +239,8 @@ def steps(
   return found
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Predicts, prints and keeps."""
-  del argv
   table = rows()
   simulated.show("seconds of new weights", table)
   hidden = {model: seconds(model, "push", "pull") for model in SIZE_BYTES}

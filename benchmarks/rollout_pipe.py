@@ -54,7 +54,6 @@ from rl.rollout import group_rollout
 from rl.runtime import trace
 from rl.schedule import overlap
 from rl.simulation import distributions, simulate, workload
-from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.simulation import result as simulation_result
 
@@ -111,8 +110,7 @@ def play(
   start_s: distributions.Distribution = _AT_ONCE,
 ) -> dict[str, float]:
   """Returns the measurements of one row, means over all rounds."""
-  record = simulate.simulate(_settings(schedule, rates, rounds, start_s))
-  simulated.checked(record)
+  record = simulated.play(_settings(schedule, rates, rounds, start_s))
   total_s = statistics.mean(simulated.rounds_s(record)[1:])
   busy = trace.busy(record.spans, "learner")
   train_s = sum(end - start for start, end in busy if end > start)
@@ -150,13 +148,7 @@ def _settings(
     tau0_s=rates.tau0_s, b0=_B0, slots=rates.slots
   )
   return simulate.Simulation(
-    cluster=simulate.Cluster(
-      learner=simulated_learner.LearnerSpeed(
-        token_s=rates.token_s, update_s=0.0
-      ),
-      pools=(simulate.EnginePool(engines=1, speed=speed),),
-      transfer_s=0.0,
-    ),
+    cluster=simulated.cluster(speed, token_s=rates.token_s),
     workloads=(
       workload.Workload(
         name="lsat",
@@ -262,9 +254,8 @@ def _sweep(rounds: int) -> list[dict[str, Any]]:
   return found
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
-  del argv
   rounds = simulated.ROUNDS.value
   rates = fit(_SLOTS, rounds)
   table = [

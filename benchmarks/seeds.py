@@ -41,9 +41,8 @@ _LABEL = flags.DEFINE_string("label", "", "Of the changes; see above.")
 _OUT = flags.DEFINE_string("out", "runs/seeds", "Directory of the runs.")
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Runs all seeds and prints the table."""
-  del argv
   rows = [run(_CONFIG.value, seed)[0] for seed in _SEEDS.value]
   show(rows)
   machine.keep(

@@ -25,9 +25,8 @@ from rl.simulation import simulate
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "One run each.")
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Runs both for all seeds, and keeps their figures."""
-  del argv
   for name, run in (("simulated_3000", _simulated), ("fleet_small", _planned)):
     rows = []
     for seed in _SEEDS.value:

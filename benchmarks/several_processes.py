@@ -236,9 +236,8 @@ async def measure(
   return calibrated, rows
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures, simulates, prints and keeps."""
-  del argv
   jax_setup.prepare(placement.Placement())
   selector = one_engine.TimedSelector()
   with asyncio.Runner(

@@ -11,7 +11,10 @@ from absl import flags as absl_flags
 from envs import base
 from rl.audit import event_log
 from rl.rollout import group_rollout
-from rl.simulation import distributions, simulate, workload, world
+from rl.simulation import distributions, simulate, workload
+from rl.simulation import learner as simulated_learner
+from rl.simulation import processor as simulated_processor
+from rl.simulation import world as world_lib
 
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Rounds of each row.")
 
@@ -28,7 +31,7 @@ SWE_ROLLOUT = group_rollout.Rollout(
 
 
 @dataclasses.dataclass(eq=False)
-class Lockstep(world.World):
+class Lockstep(world_lib.World):
   """A world in which all episodes of a round wait for the slowest, each turn.
 
   Environments step when all have their answers, and answers are sampled when
@@ -127,6 +130,29 @@ class _InStep:
       self._left = True
       self._turns.leave()
     await self._inner.close()
+
+
+def cluster(
+  speed: simulated_processor.Speed,
+  engines: int = 1,
+  *,
+  token_s: float = 0.0,
+  update_s: float = 0.0,
+  transfer_s: float = 0.0,
+) -> simulate.Cluster:
+  """Returns equal engines, and a learner whose work takes no other time."""
+  return simulate.Cluster(
+    learner=simulated_learner.LearnerSpeed(token_s=token_s, update_s=update_s),
+    pools=(simulate.EnginePool(engines=engines, speed=speed),),
+    transfer_s=transfer_s,
+  )
+
+
+def play(
+  settings: simulate.Simulation, world: world_lib.World | None = None
+) -> simulate.RunRecord:
+  """Returns the checked record of a run."""
+  return checked(simulate.simulate(settings, world))
 
 
 def rounds_s(record: simulate.RunRecord) -> list[float]:

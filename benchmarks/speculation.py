@@ -98,9 +98,8 @@ async def _measure() -> list[dict[str, Any]]:
   return rows
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures both kinds of text and keeps the table."""
-  del argv
   machine.keep("speculation", drafts=_DRAFTS, rows=asyncio.run(_measure()))
 
 

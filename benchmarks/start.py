@@ -35,9 +35,8 @@ _PHASE = re.compile(
 )
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures a first start and further ones, prints and keeps them."""
-  del argv
   with tempfile.TemporaryDirectory() as name:
     directory = pathlib.Path(name)
     first, *others = [

@@ -21,9 +21,8 @@ _CONFIG = "configs/tool_calculator_hf.py"
 _METRICS = ("env/tool_calls", "env/tool_errors")
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Runs all seeds, prints the table, and keeps all figures."""
-  del argv
   rows = []
   for seed in flags.FLAGS.seeds:
     figures, workdir = seeds.run(_CONFIG, seed)

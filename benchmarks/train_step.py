@@ -358,9 +358,8 @@ def logprob_memory(chunk: int) -> dict[str, float]:
   }
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures each workload, prints a table and keeps it."""
-  del argv
   platform = jax.default_backend()
   chosen = [x for x in workloads(platform) if ONLY.value in x.name]
   dtypes = {work.config.dtype for work in chosen}

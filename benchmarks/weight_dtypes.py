@@ -186,9 +186,8 @@ async def _run(layouts: Sequence[sharding.Layout]) -> dict[str, Any]:
   return rows
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Measures every type, prints the table and keeps it."""
-  del argv
   place = placement.Placement()
   jax_setup.prepare(place)
   rows = asyncio.run(_run(place.layouts()))

@@ -63,9 +63,8 @@ _SHOWN = ("done", "refused")
 Row = Mapping[str, Any]
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Tries the rooms in turn, prints each row and keeps them all."""
-  del argv
   kept = json.loads(_RESULT.read_text()) if _RESULT.exists() else {}
   known = {
     "server": server,

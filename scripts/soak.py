@@ -147,9 +147,8 @@ class Broken(Exception):
   """A run that did not keep what it promises."""
 
 
-def main(argv: list[str]) -> None:
+def main(_: list[str]) -> None:
   """Makes trials until the time is over; exits with 1 if one fails."""
-  del argv
   if _ONLY.value is not None:
     sys.exit(0 if trial(_ONLY.value) else 1)
   number, failed, end_s = 0, 0, time.monotonic() + 60 * _MINUTES.value
