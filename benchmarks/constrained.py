@@ -20,13 +20,11 @@ import numpy as np
 from absl import app
 from absl import flags as absl_flags
 
-from benchmarks import machine, small_parts
+from benchmarks import decode_engine, machine
 from models import config as model_config
 from models.chat import answer_grammar, call_formats
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
-from rl.pools import placement
-from rl.runtime import mesh_thread, trace
 
 _REPEATS = absl_flags.DEFINE_integer("repeats", 5, "Of each kind.")
 _ROWS, _TOKENS, _IDS = 32, 64, 768
@@ -101,16 +99,21 @@ async def _play(engine: Any, words: _Words, kind: str, number: int) -> float:
   return sum(len(answer.tokens) for answer in answers) / seconds
 
 
-async def _measure(engine: Any, params: Any) -> dict[str, float]:
+async def _measure() -> dict[str, float]:
   words = _Words(_IDS)
-  await engine.start(params, 0)
+  config = model_config.tiny_moe(vocab_size=_IDS, max_length=128)
+  settings = engine_settings.EngineSettings(
+    slots=_ROWS,
+    row_buckets=(_ROWS,),
+    chunk_buckets=(8,),
+  )
   rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-  for number in range(_REPEATS.value + 1):
-    for kind in KINDS:
-      rate = await _play(engine, words, kind, number)
-      if number:  # The first compiles the grammars.
-        rates[kind].append(rate)
-  await engine.close()
+  async with decode_engine.started(settings, config) as engine:
+    for number in range(_REPEATS.value + 1):
+      for kind in KINDS:
+        rate = await _play(engine, words, kind, number)
+        if number:  # The first compiles the grammars.
+          rates[kind].append(rate)
   medians = {kind: statistics.median(rates[kind]) for kind in KINDS}
   return {
     **medians,
@@ -121,18 +124,7 @@ async def _measure(engine: Any, params: Any) -> dict[str, float]:
 
 def main(_: list[str]) -> None:
   """Measures all kinds in turn, and prints and keeps the medians."""
-  config = model_config.tiny_moe(vocab_size=_IDS, max_length=128)
-  layout = placement.Placement(colocated=True).layouts()[1]
-  settings = engine_settings.EngineSettings(
-    slots=_ROWS,
-    row_buckets=(_ROWS,),
-    chunk_buckets=(8,),
-  )
-  params = small_parts.weights(config, layout)
-  thread = mesh_thread.MeshThread("decode", trace.Trace(None))
-  engine = settings.build(config, layout, thread)
-  row = asyncio.run(_measure(engine, params))
-  thread.close()
+  row = asyncio.run(_measure())
   print(machine.describe())
   for name, value in row.items():
     print(f"{name:28} {value:10.1f}")

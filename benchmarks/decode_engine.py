@@ -8,10 +8,11 @@ versions of packages; built_in takes the same way.
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import numpy as np
 
@@ -35,10 +36,8 @@ BUILT_IN = engine_settings.EngineSettings(
   compile_ahead=True,
 )
 
-Round = Callable[[str, int, int], Awaitable[tuple[float, float, int]]]
 
-
-async def converse(
+async def _converse(
   served: contract.DecodeEngine, name: str, turns: list[decode_load.Turn]
 ) -> list[contract.Completion]:
   """Plays one conversation; returns its answers."""
@@ -62,30 +61,33 @@ async def converse(
 
 async def play(
   served: contract.DecodeEngine, kind: str, concurrency: int, seed: int
-) -> tuple[float, float, int]:
-  """Decodes one load; returns wall and CPU seconds and tokens."""
+) -> tuple[float, float, list[contract.Completion]]:
+  """Decodes one load; returns wall and CPU seconds, and all answers."""
   load = decode_load.conversations(kind, concurrency, seed)
   await served.flush_cache()
   wall, cpu = time.monotonic(), time.process_time()
   played = await asyncio.gather(
     *(
-      converse(served, f"{kind}/{concurrency}/{seed}/{i}", turns)
+      _converse(served, f"{kind}/{concurrency}/{seed}/{i}", turns)
       for i, turns in enumerate(load)
     )
   )
-  tokens = sum(len(one.tokens) for answers in played for one in answers)
-  return time.monotonic() - wall, time.process_time() - cpu, tokens
+  wall, cpu = time.monotonic() - wall, time.process_time() - cpu
+  return wall, cpu, [one for answers in played for one in answers]
 
 
-async def start(
-  settings: contract.EngineSpec,
-) -> tuple[contract.StartableEngine, mesh_thread.MeshThread]:
-  """Returns an engine of random weights, and its thread."""
-  _, layout = placement.Placement(colocated=True).layouts()
+@contextlib.asynccontextmanager
+async def started(
+  settings: contract.EngineSpec, config: model_config.ModelConfig = MODEL
+) -> AsyncIterator[contract.StartableEngine]:
+  """Yields an engine of random weights."""
+  layout = placement.Placement(colocated=True).layouts()[1]
   thread = mesh_thread.MeshThread("decode", trace.Trace(None))
-  served = settings.build(MODEL, layout, thread)
-  await served.start(small_parts.weights(MODEL, layout), 0)
-  return served, thread
+  served = settings.build(config, layout, thread)
+  await served.start(small_parts.weights(config, layout), 0)
+  yield served
+  await served.close()
+  thread.close()
 
 
 def _settings(name: str) -> contract.EngineSpec:
@@ -97,15 +99,13 @@ def _settings(name: str) -> contract.EngineSpec:
 
 
 async def _main() -> None:
-  served, thread = await start(_settings(sys.argv[1]))
-  print("ready", flush=True)
-  lines = asyncio.get_running_loop()
-  while line := await lines.run_in_executor(None, sys.stdin.readline):
-    kind, concurrency, seed = line.split()
-    took = await play(served, kind, int(concurrency), int(seed))
-    print(json.dumps(took), flush=True)
-  await served.close()
-  thread.close()
+  async with started(_settings(sys.argv[1])) as served:
+    print("ready", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+      kind, concurrency, seed = line.split()
+      wall, cpu, answers = await play(served, kind, int(concurrency), int(seed))
+      tokens = sum(len(answer.tokens) for answer in answers)
+      print(json.dumps([wall, cpu, tokens]), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from benchmarks import (
   machine,
   small_parts,
 )
+from rl.engine import contract
 from rl.engine.builtin import decode_step
 from rl.engine.builtin import engine as builtin_engine
 
@@ -68,8 +69,9 @@ def _bare_passes(rows: int, seed: int) -> tuple[int, int, int]:
   return steps, ids, rows * (context - turns) + tokens
 
 
-async def _measure(repeats: int) -> dict[str, dict[str, Mapping[str, float]]]:
-  served, thread = await decode_engine.start(decode_engine.BUILT_IN)
+async def _measure(
+  served: contract.StartableEngine, repeats: int
+) -> dict[str, dict[str, Mapping[str, float]]]:
   assert isinstance(served, builtin_engine.BuiltinEngine)
   counted = _Counted(served)
   params = small_parts.weights(decode_engine.MODEL)
@@ -91,8 +93,6 @@ async def _measure(repeats: int) -> dict[str, dict[str, Mapping[str, float]]]:
     found[str(rows)] = {
       side: machine.medians(some[1:]) for side, some in taken.items()
     }
-  await served.close()
-  thread.close()
   return found
 
 
@@ -109,10 +109,15 @@ def _row(
   }
 
 
+async def _run() -> dict[str, dict[str, Mapping[str, float]]]:
+  async with decode_engine.started(decode_engine.BUILT_IN) as served:
+    return await _measure(served, _REPEATS.value)
+
+
 def main(_: list[str]) -> None:
   """Measures, prints and keeps both loads."""
   print(machine.describe())
-  found = asyncio.run(_measure(_REPEATS.value))
+  found = asyncio.run(_run())
   for rows, sides in found.items():
     for side, row in sides.items():
       cells = ", ".join(f"{name} {value:.3f}" for name, value in row.items())

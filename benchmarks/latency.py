@@ -12,7 +12,6 @@ answer has one time for all of them. Writes benchmarks/results/latency.json.
 
 import asyncio
 import statistics
-import time
 
 from absl import app, flags
 
@@ -22,30 +21,13 @@ from rl.engine import contract
 _REPEATS = flags.DEFINE_integer("repeats", 20, "Rounds of each load.")
 
 
-async def _round(
-  served: contract.DecodeEngine, kind: str, concurrency: int, seed: int
-) -> tuple[list[contract.Completion], float]:
-  """Returns the answers of one load, and its wall seconds."""
-  load = decode_load.conversations(kind, concurrency, seed)
-  await served.flush_cache()
-  start = time.monotonic()
-  played = await asyncio.gather(
-    *(
-      decode_engine.converse(served, f"{kind}/{concurrency}/{seed}/{i}", turns)
-      for i, turns in enumerate(load)
-    )
-  )
-  seconds = time.monotonic() - start
-  return [answer for answers in played for answer in answers], seconds
-
-
 async def _row(
   served: contract.DecodeEngine, kind: str, concurrency: int
 ) -> dict[str, float]:
   answers: list[contract.Completion] = []
   rates = []
   for seed in range(_REPEATS.value):
-    some, seconds = await _round(served, kind, concurrency, seed)
+    seconds, _, some = await decode_engine.play(served, kind, concurrency, seed)
     answers += some
     rates.append(sum(len(one.tokens) for one in some) / seconds)
   each = [one.decode_s / len(one.tokens) for one in answers]
@@ -58,16 +40,15 @@ async def _row(
 
 
 async def _measure() -> dict[str, dict[str, float]]:
-  served, thread = await decode_engine.start(decode_engine.BUILT_IN)
   rows = {}
-  for kind in decode_load.KINDS:
-    for concurrency in decode_load.CONCURRENCIES:
-      await _round(served, kind, concurrency, 0)  # What is compiled late.
-      row = await _row(served, kind, concurrency)
-      rows[f"{kind}, {concurrency}"] = row
-      print(f"{kind:6} {concurrency:3}", row, flush=True)
-  await served.close()
-  thread.close()
+  async with decode_engine.started(decode_engine.BUILT_IN) as served:
+    for kind in decode_load.KINDS:
+      for concurrency in decode_load.CONCURRENCIES:
+        # What is compiled late.
+        await decode_engine.play(served, kind, concurrency, 0)
+        row = await _row(served, kind, concurrency)
+        rows[f"{kind}, {concurrency}"] = row
+        print(f"{kind:6} {concurrency:3}", row, flush=True)
   return rows
 
 

@@ -60,10 +60,19 @@ async def _play(
 
 
 async def _measure() -> list[dict[str, Any]]:
-  plain, plain_thread = await decode_engine.start(decode_engine.BUILT_IN)
-  drafting, thread = await decode_engine.start(
-    dataclasses.replace(decode_engine.BUILT_IN, speculative_tokens=_DRAFTS)
+  settings = dataclasses.replace(
+    decode_engine.BUILT_IN, speculative_tokens=_DRAFTS
   )
+  async with (
+    decode_engine.started(decode_engine.BUILT_IN) as plain,
+    decode_engine.started(settings) as drafting,
+  ):
+    return await _rows(plain, drafting)
+
+
+async def _rows(
+  plain: contract.DecodeEngine, drafting: contract.DecodeEngine
+) -> list[dict[str, Any]]:
   rows = []
   for text, temperature in _TEXTS.items():
     for at_once in (1, 8):
@@ -92,9 +101,6 @@ async def _measure() -> list[dict[str, Any]]:
         }
       )
       print(rows[-1], flush=True)
-  for served, mesh in ((plain, plain_thread), (drafting, thread)):
-    await served.close()
-    mesh.close()
   return rows
 
 
