@@ -14,10 +14,12 @@
 With --check nothing is written: a file that differs is an error.
 """
 
+import inspect
 import json
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from scripts import (
@@ -40,29 +42,7 @@ from scripts.tables import (
 )
 
 ROOT = pathlib.Path(__file__).parents[1]
-PERFORMANCE = ROOT / "docs" / "performance.md"
-ENVIRONMENTS = ROOT / "docs" / "guides" / "environments.md"
-WORKERS = ROOT / "docs" / "guides" / "workers-and-sandbox.md"
-AGENTS = ROOT / "docs" / "guides" / "agents.md"
-REWARDS = ROOT / "docs" / "guides" / "rewards.md"
-NOTEBOOKS = ROOT / "docs" / "notebooks.md"
-HOSTILE = ROOT / "docs" / "guides" / "hostile.md"
-SIMULATION = ROOT / "docs" / "guides" / "simulation.md"
-PAGES = (
-  PERFORMANCE,
-  ENVIRONMENTS,
-  WORKERS,
-  AGENTS,
-  REWARDS,
-  HOSTILE,
-  SIMULATION,
-  NOTEBOOKS,
-)
-PICTURE = ROOT / "docs" / "packages.svg"
-RECIPES = ROOT / "docs" / "recipes.md"
-LONG_RUN = ROOT / "docs" / "long_run.svg"
-SETTINGS = ROOT / "docs" / "settings.md"
-ERRORS = ROOT / "docs" / "errors.md"
+DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 _SIMULATED = ("rollart_", "rollout_pipe")
 """Results that no machine changes."""
@@ -73,9 +53,13 @@ _TABLE = re.compile(
 
 
 def tables() -> dict[str, str]:
-  """Returns every table as Markdown, by its name."""
-  made = [table for module in _TABLES for table in module.TABLES]
-  return {table.__name__: _markdown(table) for table in made}
+  """Returns every table, each public function, as Markdown by its name."""
+  return {
+    name: _markdown(table)
+    for module in _TABLES
+    for name, table in inspect.getmembers(module, inspect.isfunction)
+    if not name.startswith("_")
+  }
 
 
 def result(name: str) -> Any:
@@ -99,7 +83,7 @@ def with_tables(page: str) -> str:
   """Returns a page with its tables written anew.
 
   Raises:
-    KeyError: the page names a table that is in no TABLES.
+    KeyError: the page names a table that there is none of.
   """
   made = tables()
 
@@ -109,15 +93,22 @@ def with_tables(page: str) -> str:
   return _TABLE.sub(replaced, page)
 
 
+def pages() -> Iterator[pathlib.Path]:
+  """Yields the pages that have tables."""
+  for page in sorted(DOCS.rglob("*.md")):
+    if _TABLE.search(page.read_text("utf-8")):
+      yield page
+
+
 def outdated() -> dict[pathlib.Path, str]:
   """Returns the text of each file that differs from its sources."""
-  texts = {page: with_tables(page.read_text("utf-8")) for page in PAGES} | {
-    PICTURE: make_docs_picture.draw(),
-    RECIPES: make_docs_recipes.page(),
+  texts = {page: with_tables(page.read_text("utf-8")) for page in pages()} | {
+    DOCS / "packages.svg": make_docs_picture.draw(),
+    DOCS / "recipes.md": make_docs_recipes.page(),
     make_docs_licences.PAGE: make_docs_licences.page(),
-    LONG_RUN: make_docs_long_run.draw(result("long_run")),
-    SETTINGS: make_docs_settings.page(),
-    ERRORS: make_docs_errors.page(),
+    DOCS / "long_run.svg": make_docs_long_run.draw(result("long_run")),
+    DOCS / "settings.md": make_docs_settings.page(),
+    DOCS / "errors.md": make_docs_errors.page(),
   }
   return {
     path: text

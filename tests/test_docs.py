@@ -219,7 +219,7 @@ def test_results_of_a_recipe_have_their_spread(found, words, tmp_path):
 
 
 def test_every_table_has_its_place():
-  text = "".join(page.read_text() for page in make_docs.PAGES)
+  text = "".join(page.read_text() for page in make_docs.pages())
   for name in make_docs.tables():
     assert text.count(f"<!-- table {name} -->") == 1
 

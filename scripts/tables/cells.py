@@ -9,7 +9,6 @@ Table = Callable[[Mapping[str, Any]], Rows]
 
 Its name, which is that of the table, begins with that of the file.
 """
-Tables = Sequence[Table]
 
 
 def signed(share: float) -> str:

@@ -87,13 +87,3 @@ def estimator_bias(result: Mapping[str, Any]) -> cells.Rows:
   for name, label in _ESTIMATES.items():
     biases = result["off_policy"][name]
     yield label, *(f"{100 * biases[lag][0]:.0f} %" for lag in columns)
-
-
-TABLES: cells.Tables = (
-  tools,
-  seeds_guess_number_moe,
-  seeds_guess_number_moe_bfloat16,
-  seeds_frozen_lake_moe,
-  seeds_agent_letters,
-  estimator_bias,
-)

@@ -11,6 +11,3 @@ def notebooks(result: Mapping[str, Any]) -> cells.Rows:
   yield "notebook", "CPU time", "wall time"
   for name, row in result["rows"].items():
     yield f"`{name}`", f"{row['cpu_s']:.0f} s", f"{row['wall_s']:.0f} s"
-
-
-TABLES: cells.Tables = (notebooks,)

@@ -328,26 +328,3 @@ def _ways(rows: Iterable[Mapping[str, Any]]) -> cells.Rows:
       f"{row['turn_ms']:.2f}",
       f"{row['turns_per_s']:.0f}",
     )
-
-
-TABLES: cells.Tables = (
-  decode,
-  decode_passes,
-  latency,
-  speculation,
-  engine,
-  engine_dispatch,
-  constrained,
-  processes,
-  affinity_measured,
-  prefill_apart,
-  publish,
-  delta_publish,
-  weight_dtypes,
-  environments,
-  environment_processes,
-  environment_processes_whole,
-  rewards_places,
-  rewards_rounds,
-  reward_rounds,
-)

@@ -123,13 +123,3 @@ def repeatable(result: Mapping[str, Any]) -> cells.Rows:
       f"{row['round_s']:.2f} s",
       f"{row['round_s'] / base:.2f}x",
     )
-
-
-TABLES: cells.Tables = (
-  overlap_as_is,
-  overlap_slow,
-  overlap_accelerator,
-  overlap_agreement,
-  several_processes,
-  repeatable,
-)

@@ -237,18 +237,3 @@ def rollout_pipe(result: Mapping[str, Any]) -> cells.Rows:
         f"{100 * row['waits']:.0f} %",
         f"{100 * row['waits less']:.0f} %",
       )
-
-
-TABLES: cells.Tables = (
-  rollart_trajectories,
-  rollart_redundancy,
-  rollart_affinity,
-  rollart_rewards,
-  rollart_weights,
-  rollart_weights_gains,
-  rollart_failures,
-  rollart_failures_others,
-  rollart_pd,
-  rollart_ladder,
-  rollout_pipe,
-)

@@ -103,14 +103,3 @@ def hostile_roles(result: Mapping[str, Any]) -> cells.Rows:
     way = row["way"].removeprefix("role_")
     name = f"{row['role']} {way}"
     yield (name, str(row["tried"]), str(row["survived"]))
-
-
-TABLES: cells.Tables = (
-  coordinator,
-  coordinator_memory,
-  long_run,
-  hostile_server,
-  hostile_files,
-  hostile_runs,
-  hostile_roles,
-)

@@ -193,21 +193,3 @@ def accelerator_first_experts(result: Mapping[str, Any]) -> cells.Rows:
   yield "experts", "TFLOP/s"
   for row in result["experts"]:
     yield row["case"], f"{row['tflops']:.0f}"
-
-
-TABLES: cells.Tables = (
-  moe,
-  moe_dense,
-  train_step,
-  layers,
-  train_step_logprobs,
-  start,
-  learner,
-  packing,
-  fill,
-  attention,
-  checkpoints,
-  accelerator_first,
-  accelerator_first_attention,
-  accelerator_first_experts,
-)
