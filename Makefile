@@ -94,8 +94,8 @@ notebooks: .venv/ready
 audit: .venv/ready .venv-audit/ready
 	@$(python) -m scripts.audit .venv-audit/bin/pip-audit
 
-.venv-interop/ready: scripts/setup_interop.sh
-	@scripts/setup_interop.sh
+.venv-interop/ready: scripts/setup_apart.sh
+	@scripts/setup_apart.sh interop
 
 interop: .venv/ready .venv-interop/ready
 	@directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
@@ -113,8 +113,8 @@ interop: .venv/ready .venv-interop/ready
 agents: .venv/ready .venv-agents/ready .venv-verifiers/ready
 	@$(python) -m pytest tests/claims/test_agent_packages.py $(ARGS)
 
-.venv-sglang/ready: scripts/setup_sglang.sh setup.py
-	@scripts/setup_sglang.sh
+.venv-sglang/ready: scripts/setup_apart.sh setup.py
+	@scripts/setup_apart.sh sglang
 
 # A missing engine fails here, where the suite would otherwise skip it.
 sglang: .venv/ready .venv-sglang/ready
@@ -159,8 +159,8 @@ openenv: .venv-openenv/ready
 	@TWINMESH_OPENENV=.venv-openenv/bin/python $(python) -m pytest \
 	  tests/envs/suites/test_openenv.py $(ARGS)
 
-.venv-backends/ready: .venv/ready scripts/setup_backends.sh setup.py
-	@scripts/setup_backends.sh
+.venv-backends/ready: .venv/ready scripts/setup_apart.sh setup.py
+	@scripts/setup_apart.sh backends
 
 # Slow ones, too: runs whose workers and raylets are killed.
 backends: .venv/ready .venv-backends/ready
@@ -169,8 +169,8 @@ backends: .venv/ready .venv-backends/ready
 	  tests/launch/test_sweep.py \
 	  -k 'ray or slurm or laptop' $(ARGS)
 
-.venv-xm/ready: .venv/ready scripts/setup_xm.sh setup.py
-	@scripts/setup_xm.sh
+.venv-xm/ready: .venv/ready scripts/setup_apart.sh setup.py
+	@scripts/setup_apart.sh xm
 
 xm: .venv/ready .venv-xm/ready
 	@TWINMESH_XMANAGER=.venv-xm/bin/xmanager .venv-xm/bin/python -m pytest \

@@ -64,7 +64,7 @@ TEST = [
   *CONSTRAINED,
 ]
 # Of python 3.12 and jax 0.8 or 0.10: an environment of its own, which is why
-# it is no part of "all". scripts/setup_sglang.sh makes one.
+# it is no part of "all". scripts/setup_apart.sh makes one.
 SGLANG = ["sglang-jax==0.0.2"]
 LINT = ["ruff>=0.12", "pyright[nodejs]>=1.1.400"]
 # It is in the lock, so that what builds the package is as fixed as the rest.
