@@ -21,12 +21,10 @@ depends less on what else the machine does.
 """
 
 import contextlib
-import json
 import pathlib
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 from absl import app, flags
 
@@ -40,30 +38,9 @@ _SGLANG = flags.DEFINE_string(
   "sglang_python", None, "Python with sglang-jax and this project's needs."
 )
 
-Side = Callable[[str, int, int], tuple[float, float, int]]
-"""Decodes a load; returns wall and CPU seconds, and tokens."""
-
-
-@contextlib.contextmanager
-def _side(name: str, command: Sequence[str]) -> Iterator[Side]:
-  """Yields a side of its own process, and ends it."""
-  with subprocess.Popen(
-    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-  ) as process:
-    ask, answers = process.stdin, process.stdout
-    assert ask is not None
-    assert answers is not None
-    if answers.readline().strip() != "ready":
-      raise RuntimeError(f"{name}: {' '.join(command)} failed; see above")
-
-    def play(kind, concurrency, seed):
-      ask.write(f"{kind} {concurrency} {seed}\n")
-      ask.flush()
-      wall, cpu, tokens = json.loads(answers.readline())
-      return wall, cpu, tokens
-
-    yield play
-    ask.close()
+Side = Callable[[str], tuple[float, float, int]]
+"""Decodes a load, "KIND CONCURRENCY SEED"; returns wall and CPU seconds, and
+tokens."""
 
 
 def _commands() -> dict[str, list[str]]:
@@ -87,7 +64,7 @@ def _row(
   rounds: dict[str, list[tuple[float, float, int]]] = {s: [] for s in sides}
   for seed in range(repeats + 1):
     for name, play in sides.items():
-      rounds[name].append(play(kind, concurrency, seed % repeats))
+      rounds[name].append(play(f"{kind} {concurrency} {seed % repeats}"))
   row: dict[str, dict[str, float]] = {}
   for name, taken in rounds.items():
     # The first round compiles.
@@ -111,7 +88,7 @@ def main(_: list[str]) -> None:
   result: dict[str, dict[str, dict[str, float]]] = {}
   with contextlib.ExitStack() as stack:
     sides = {
-      name: stack.enter_context(_side(name, command))
+      name: stack.enter_context(machine.asked(command))
       for name, command in _commands().items()
     }
     for kind in decode_load.KINDS:

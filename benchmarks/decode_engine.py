@@ -37,7 +37,7 @@ BUILT_IN = engine_settings.EngineSettings(
 )
 
 
-async def _converse(
+async def converse(
   served: contract.DecodeEngine, name: str, turns: list[decode_load.Turn]
 ) -> list[contract.Completion]:
   """Plays one conversation; returns its answers."""
@@ -68,7 +68,7 @@ async def play(
   wall, cpu = time.monotonic(), time.process_time()
   played = await asyncio.gather(
     *(
-      _converse(served, f"{kind}/{concurrency}/{seed}/{i}", turns)
+      converse(served, f"{kind}/{concurrency}/{seed}/{i}", turns)
       for i, turns in enumerate(load)
     )
   )

@@ -1,13 +1,15 @@
 """The machine that a benchmark ran on, and the results that it leaves."""
 
+import contextlib
 import json
 import os
 import pathlib
 import platform
 import resource
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +54,33 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
   wall, cpu = time.monotonic(), time.process_time()
   jax.block_until_ready(call())
   return time.monotonic() - wall, time.process_time() - cpu
+
+
+@contextlib.contextmanager
+def asked(command: Sequence[str]) -> Iterator[Callable[[str], Any]]:
+  """Yields what sends a line to a process, and returns its answer, a JSON line.
+
+  The process ends with its input.
+
+  Raises:
+    RuntimeError: it did not begin with "ready".
+  """
+  with subprocess.Popen(
+    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+  ) as process:
+    questions, answers = process.stdin, process.stdout
+    assert questions is not None
+    assert answers is not None
+    if answers.readline().strip() != "ready":
+      raise RuntimeError(f"{' '.join(command)} failed; see above")
+
+    def ask(line: str) -> Any:
+      questions.write(f"{line}\n")
+      questions.flush()
+      return json.loads(answers.readline())
+
+    yield ask
+    questions.close()
 
 
 def cpu_s(pids: Sequence[int]) -> float:

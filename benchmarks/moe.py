@@ -18,14 +18,11 @@ benchmarks/results/moe.json: medians and (min, max) of wall and CPU seconds. CPU
 seconds depend less on what else the machine does.
 """
 
-import contextlib
 import importlib.util
-import json
 import pathlib
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -125,31 +122,6 @@ def _train(num_experts: int) -> Step:
   return lambda: machine.timed(again)
 
 
-@contextlib.contextmanager
-def _tunix(python: str, num_experts: int) -> Iterator[Step]:
-  """Yields a step of the other side, and ends its process."""
-  script = pathlib.Path(__file__).with_name("moe_tunix.py")
-  with subprocess.Popen(
-    [python, str(script), str(num_experts)],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  ) as process:
-    ask, answers = process.stdin, process.stdout
-    assert ask is not None and answers is not None  # noqa: PT018
-    if answers.readline().strip() != "ready":
-      raise RuntimeError(f"{python} could not run {script.name}; see above")
-
-    def step():
-      ask.write("step\n")
-      ask.flush()
-      wall, cpu, _ = json.loads(answers.readline())
-      return wall, cpu
-
-    yield step
-    ask.close()
-
-
 def _turns(sides: dict[str, Step], repeats: int) -> dict[str, dict]:
   """Runs the sides in turn; returns wall and CPU seconds of each."""
   times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
@@ -211,10 +183,16 @@ def _against_dense(repeats: int) -> dict:
 
 def _against_tunix(python: str, repeats: int) -> dict:
   """Returns the times of both sides, and tunix's over ours."""
+  script = str(pathlib.Path(__file__).with_name("moe_tunix.py"))
   result = {}
   for number in (8, 32):
     ours = _train(number)
-    with _tunix(python, number) as theirs:
+    with machine.asked([python, script, str(number)]) as ask:
+
+      def theirs(ask=ask) -> tuple[float, float]:
+        wall, cpu, _ = ask("step")
+        return wall, cpu
+
       rows = _turns({"ours": ours, "tunix": theirs}, repeats)
     rows["tunix over ours"] = _ratios(rows["tunix"], rows["ours"])
     result[str(number)] = rows

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import machine, small_parts
+from benchmarks import decode_engine, decode_load, machine, small_parts
 from launch.cli import jax_setup
 from models import memory_report
 from rl.audit import event_log
@@ -47,20 +47,9 @@ async def _turns(engine: contract.DecodeEngine, seed: int) -> int:
 
   async def one(number: int) -> None:
     rng = np.random.default_rng((seed, number))
-    ids = np.zeros(0, np.int32)
-    for turn in range(_TURNS):
-      more = rng.integers(_MODEL.vocab_size, size=4).astype(np.int32)
-      ids = np.concatenate([ids, more])
-      answer = await engine.generate(
-        contract.DecodeRequest(
-          request_id=f"{seed} {number} {turn}",
-          session=f"{seed} {number}",
-          tokens=ids,
-          max_tokens=2,
-          seed=number,
-        )
-      )
-      ids = np.concatenate([ids, answer.tokens])
+    contexts = rng.integers(_MODEL.vocab_size, size=(_TURNS, 4)).tolist()
+    turns = [decode_load.Turn(context, 2) for context in contexts]
+    await decode_engine.converse(engine, f"{seed} {number}", turns)
 
   await asyncio.gather(*map(one, range(_CONVERSATIONS)))
   return _CONVERSATIONS * _TURNS
