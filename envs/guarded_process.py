@@ -19,6 +19,12 @@ importlib.import_module("{}").main()
 _END_S = 15.0  # Longer than a guard takes to end what it guards.
 
 
+async def drain(stream: asyncio.StreamReader) -> None:
+  """Reads to the end, so that who writes does not block."""
+  while await stream.read(65536):
+    pass
+
+
 class GuardedProcess:
   """A process with all that it starts; `start` makes one, `end` is due then.
 
@@ -131,12 +137,8 @@ class GuardedProcess:
     async with asyncio.timeout(_END_S):
       # asyncio hears of it once all pipes are at their end.
       await asyncio.gather(
-        self._drain(), self._keep_tail(), self._process.wait()
+        drain(self.stdout), self._keep_tail(), self._process.wait()
       )
-
-  async def _drain(self) -> None:
-    while await self.stdout.read(65536):
-      pass
 
   async def _keep_tail(self) -> None:
     while chunk := await self._stderr.read(65536):

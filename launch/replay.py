@@ -159,7 +159,8 @@ def _log_input(
     if column.first is not None:
       place, index = column.first
       line += (
-        f"; not finite: {column.bad}, first {_location(place)} index {index}"
+        f"; not finite: {column.bad}, first in micro-batch {place.batch} row "
+        f"{place.row} segment {place.segment} index {index}"
       )
     log(line)
   return nonfinite_diagnosis.suspect(parameters, columns)
@@ -280,10 +281,6 @@ def _numbers(outcome: nonfinite_diagnosis.UpdateOutcome) -> str:
   verdict = "finite" if outcome.is_finite else "NOT FINITE"
   numbers = f"loss {outcome.loss:.4g}, gradient norm {outcome.norm:.4g}"
   return f"{numbers}: {verdict}"
-
-
-def _location(place: nonfinite_diagnosis.RowPlace) -> str:
-  return f"in micro-batch {place.batch} row {place.row} segment {place.segment}"
 
 
 def _owner(

@@ -45,7 +45,7 @@ def _own_code(error: BaseException) -> str:
   """Returns the code of an error without its causes, or ""."""
   places = [_place(x) for x, _ in traceback.walk_tb(error.__traceback__)]
   module, name = places[-1] if places else ("", "")
-  is_ours = _top(type(error).__module__) in _TOPS
+  is_ours = type(error).__module__.partition(".")[0] in _TOPS
   # Any other exception there would be a mistake of the function.
   if is_ours or isinstance(error, ValueError | OSError):
     code = _BY_PLACE.get(f"{module}:{name}", "")
@@ -77,10 +77,6 @@ def place_code(module: str, function: str) -> str:
   while module and module not in _BY_PLACE:
     module = module.rpartition(".")[0]
   return _BY_PLACE.get(module, "")
-
-
-def _top(module: str) -> str:
-  return module.partition(".")[0]
 
 
 def more(code: str) -> str:

@@ -221,7 +221,9 @@ class _Connection(calls.Client):
         async for line in process.stdout:
           if found := _ADDRESS.search(line):
             self._process = process
-            self._output = asyncio.create_task(_drain(process.stdout))
+            self._output = asyncio.create_task(
+              guarded_process.drain(process.stdout)
+            )
             return f"{found[0].decode()}/v1"
       text = ""
     except TimeoutError:
@@ -232,12 +234,6 @@ class _Connection(calls.Client):
     raise calls.CallError(
       f"{command!r} {text}{ended} before it printed its address"
     )
-
-
-async def _drain(stream: asyncio.StreamReader) -> None:
-  """Reads what a server goes on to print, so that it does not block."""
-  while await stream.read(1 << 16):
-    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from envs import guarded_process
+
 # SIGKILL takes no longer, but for a process that hangs in the kernel.
 _DEATH_S = 30.0
 _HOME = os.path.join(os.sep, "tmp")  # Python itself may lie below it.
@@ -164,7 +166,7 @@ class Process:
       async with asyncio.timeout(_DEATH_S):
         # asyncio hears of the death once all pipes are at their end.
         await asyncio.gather(
-          *(_drain(stream) for stream in (self.stdout, self.stderr)),
+          *map(guarded_process.drain, (self.stdout, self.stderr)),
           self._process.wait(),
         )
         said = self._report.read()
@@ -199,11 +201,6 @@ class _Report:
     fd, self._fd = self._fd, -1
     if fd >= 0:
       os.close(fd)
-
-
-async def _drain(stream: asyncio.StreamReader) -> None:
-  while await stream.read(65536):
-    pass
 
 
 async def _death(pid: int | None) -> None:

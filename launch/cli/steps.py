@@ -133,11 +133,12 @@ class Steps:
 
   def compiling(self) -> str:
     """Returns "compiling NAME 0:12" of what takes longest; "" if none does."""
-    begun = min(self._compiling.copy().values(), key=_since, default=("", 0.0))
-    seconds = self._clock() - begun[1]
-    if not begun[0] or seconds < _LONG_S:
+    compiling = self._compiling.copy().values()
+    name, begun_s = min(compiling, key=lambda one: one[1], default=("", 0.0))
+    seconds = self._clock() - begun_s
+    if not name or seconds < _LONG_S:
       return ""
-    return f"compiling {cut(begun[0], 20)} {duration(seconds)}"
+    return f"compiling {cut(name, 20)} {duration(seconds)}"
 
   def _times(self) -> str:
     """Returns "0:12", and the time left at the mean pace of the step."""
@@ -194,10 +195,6 @@ def _count(text: str) -> tuple[int, int]:
   """Returns (12, 40) of "playing 12/40"; (0, 0) without a count."""
   found = _COUNT.search(text)
   return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _since(compilation: tuple[str, float]) -> float:
-  return compilation[1]
 
 
 def _program(about: Any) -> str:

@@ -289,7 +289,8 @@ def read_whole(
   Args and errors are those of `read`.
   """
   # Read first: a run that goes on writes both meanwhile.
-  newest = _newest_round(run_dir / "metrics.jsonl")
+  metrics = run_files.lines(run_dir / "metrics.jsonl", [], round=int)
+  newest = max((row["round"] for row in metrics), default=0)
   verdict = read(run_dir / "events.jsonl", schedule, group_size)
   # Metrics are written a moment before the events of the same round.
   if newest <= verdict.rounds + 1:
@@ -299,13 +300,6 @@ def read_whole(
     "lines are missing at its end"
   )
   return dataclasses.replace(verdict, violations=[*verdict.violations, missing])
-
-
-def _newest_round(metrics: pathlib.Path) -> int:
-  """Returns the largest round of a file; 0 without one."""
-  return max(
-    (row["round"] for row in run_files.lines(metrics, [], round=int)), default=0
-  )
 
 
 def promised(run_dir: pathlib.Path) -> tuple[overlap.Overlap, int]:

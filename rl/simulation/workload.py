@@ -162,7 +162,9 @@ class Draws:
       name: getattr(workload, f"{name}_fault") for name in _FAULTS
     }
     # Every member of a group asks for its factor, turn after turn.
-    self._shared = functools.lru_cache(maxsize=1 << 16)(self._shared_normal)
+    self._shared = functools.lru_cache(maxsize=1 << 16)(
+      functools.partial(normal, seed, self._source)
+    )
 
   def of_task(self, what: Quantity, task: int) -> float:
     """Returns the draw that all members of a group share."""
@@ -212,6 +214,3 @@ class Draws:
     shared = self._shared(number, task) if together else 0.0
     mixed = together * shared + alone * own
     return min(max(0.5 * math.erfc(-mixed / _SQRT2), 1e-12), MAX_DRAW)
-
-  def _shared_normal(self, number: int, task: int) -> float:
-    return normal(self._seed, self._source, number, task)

@@ -118,13 +118,12 @@ def rollart_weights_gains(result: Mapping[str, Any]) -> cells.Rows:
       *where,
       f"{row['most_s']:.0f} to {row['least_s']:.0f} s",
       f"{row['push_s']:.0f} s: {row['gain']:.2f}x",
-      *(f"{one['gain']:.2f}x, {_place(one['place'])}" for one in simulated),
+      # Without the end of the range that it is measured from.
+      *(
+        f"{one['gain']:.2f}x, {one['place'].partition(' of ')[0]}"
+        for one in simulated
+      ),
     )
-
-
-def _place(place: str) -> str:
-  """Returns a place in a range without the end that it is measured from."""
-  return place.partition(" of ")[0]
 
 
 def rollart_failures(result: Mapping[str, Any]) -> cells.Rows:
