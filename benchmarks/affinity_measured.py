@@ -45,7 +45,7 @@ import numpy as np
 from absl import app, flags
 from jaxtyping import Int32
 
-from benchmarks import machine, paced_engine, simulated
+from benchmarks import machine, paced_engine
 from launch.cli import jax_setup
 from models import config as model_config
 from rl.engine import contract
@@ -246,7 +246,7 @@ async def measured(
           for name, routing in ROUTINGS.items()
         }
         repeats.append(_rows(rounds, said))
-        simulated.show(str(alone), repeats[-1])
+        machine.show(str(alone), repeats[-1])
   return repeats
 
 
@@ -296,7 +296,7 @@ def main(_: list[str]) -> None:
   kept = {}
   for name, pools in POOLS.items():
     kept[name] = _medians(asyncio.run(measured(pools)))
-    simulated.show(name, kept[name])
+    machine.show(name, kept[name])
   machine.keep(
     "affinity_measured",
     repeats=_REPEATS.value,

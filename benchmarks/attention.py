@@ -129,7 +129,6 @@ def _auto(batch: int, queries: int, keys: int, sources: int) -> str:
 def main(_: list[str]) -> None:
   """Measures every shape, prints a table and keeps it."""
   print(machine.describe(), _DTYPE.value)
-  print(f"{'':24}" + "".join(f"{form:>22}" for form in _FORMS) + "  auto")
   table = {}
   for length in (64, 128, 256, 512, 1024, 2048, 4096):
     auto = _auto(_TOKENS // length, length, length, 1)
@@ -139,7 +138,7 @@ def main(_: list[str]) -> None:
       table[name] = {"auto": auto} | _measure(
         lambda form, n=length, s=segments: _rows(form, n, s)
       )
-      _show(name, table[name])
+      print(f"{name:24}", table[name], flush=True)
   for length in (256, 1024, 4096):
     auto = _auto(16, 1, length + 1, 2)
     for written in (length // 8, length):
@@ -147,15 +146,8 @@ def main(_: list[str]) -> None:
       table[name] = {"auto": auto} | _measure(
         lambda form, n=length, w=written: _decode(form, n, w)
       )
-      _show(name, table[name])
+      print(f"{name:24}", table[name], flush=True)
   machine.keep("attention", dtype=_DTYPE.value, forms=table)
-
-
-def _show(name: str, row: dict) -> None:
-  cells = (
-    f"{row[form]['ms']:9.1f} ms{row[form]['MiB']:6.0f} MiB" for form in _FORMS
-  )
-  print(f"{name:24}" + "".join(f"{cell:>22}" for cell in cells), row["auto"])
 
 
 if __name__ == "__main__":

@@ -95,14 +95,10 @@ def main(_: list[str]) -> None:
       for concurrency in decode_load.CONCURRENCIES:
         row = _row(sides, kind, concurrency, _REPEATS.value)
         result[f"{kind}, {concurrency}"] = row
-        for name, cells in row.items():
-          print(
-            f"{kind:6} {concurrency:3} {name:9} "
-            f"{cells['tokens/s']:8,.0f} tokens/s, over ours "
-            f"{cells['over ours, wall_s']:6.2f} wall "
-            f"{cells['over ours, cpu_s']:6.2f} CPU",
-            flush=True,
-          )
+        machine.show(
+          f"{kind}, {concurrency}",
+          [{"side": name, **cells} for name, cells in row.items()],
+        )
   machine.keep("decode", **result)
 
 

@@ -22,7 +22,7 @@ import collections
 import functools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import app
 from absl import flags as absl_flags
@@ -149,18 +149,8 @@ def main(_: list[str]) -> None:
       for policy in _POLICIES:
         row = {"groups": groups, **measure(updates, policy, *shape)}
         rows.append(row)
-  print("| groups | rows | length | tail | packed | fill | batches |")
-  print("|---|---|---|---|---|---|---|")
-  for row in rows:
-    print(_line(row))
+  machine.show("fill by shape and policy", rows)
   machine.keep("fill", rows=rows)
-
-
-def _line(row: Mapping[str, str | float]) -> str:
-  return (
-    f"| {row['groups']} | {row['rows']} | {row['length']} | {row['tail']} | "
-    f"{row['packed']} | {row['fill']:.3f} | {row['batches']:.1f} |"
-  )
 
 
 if __name__ == "__main__":

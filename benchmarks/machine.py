@@ -9,7 +9,7 @@ import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,19 @@ def describe() -> str:
     f"{platform.python_version()}, jax {jax.__version__} on "
     f"{jax.default_backend()}"
   )
+
+
+def show(title: str, rows: Iterable[Mapping[str, Any]]) -> None:
+  """Prints rows that have the same keys."""
+  print(f"\n{title}")
+  cells = [{k: _cell(v) for k, v in row.items()} for row in rows]
+  widths = {
+    key: max(len(key), *(len(row[key]) for row in cells)) for key in cells[0]
+  }
+  print("  " + "  ".join(f"{key:>{width}}" for key, width in widths.items()))
+  for row in cells:
+    line = "  ".join(f"{row[k]:>{w}}" for k, w in widths.items())
+    print(f"  {line}", flush=True)
 
 
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -96,6 +109,10 @@ def children_s() -> float:
   """Returns the CPU time of all children that have ended, in seconds."""
   used = resource.getrusage(resource.RUSAGE_CHILDREN)
   return used.ru_utime + used.ru_stime
+
+
+def _cell(value: Any) -> str:
+  return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _processor() -> str:

@@ -306,8 +306,13 @@ def main(_: list[str]) -> None:
   rows = [row for task in runs for row in compared(task, runs[task])]
   print(machine.describe())
   print(f"{_ROUNDS.value} rounds, medians of {_REPEATS.value} runs in turn")
-  _print_measured(rows)
-  _print_compared(rows)
+  for side in ("measured", "simulated"):
+    of_runs = [
+      {"task": row["task"], "schedule": row["schedule"], "ratio": row["ratio"]}
+      | row[side]
+      for row in rows
+    ]
+    machine.show(f"{side}; ratio: simulated over measured", of_runs)
   off = {task: beyond(task, rows) for task in runs}
   for task, found in off.items():
     named = [f"{name} {ratio - 1:+.1%}" for name, ratio in found.items()]
@@ -330,49 +335,6 @@ def beyond(task: str, rows: Sequence[dict]) -> dict[str, float]:
     for row in rows
     if row["task"] == task and abs(row["ratio"] - 1.0) > _AGREE
   }
-
-
-def _print_measured(rows: Sequence[dict]) -> None:
-  """Prints the table of the README."""
-  print(
-    "\n| task | schedule | a round | speed-up | learner busy | decode busy |"
-    " both at once | lag, mean and largest | useful tokens | success |"
-    " simulated | T* |"
-  )
-  print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-  sync = {
-    row["task"]: row["measured"]["step_s"]
-    for row in rows
-    if row["schedule"] == "sync"
-  }
-  for row in rows:
-    got, rounds = row["measured"], _ROUNDS.value
-    speed_up = sync.get(row["task"], float("nan")) / got["step_s"]
-    print(
-      f"| {row['task']} | {row['schedule']} | {1e3 * got['step_s']:.0f} ms |"
-      f" {speed_up:.2f}x | {1e3 * got['learner_busy_s'] / rounds:.0f} ms |"
-      f" {1e3 * got['decode_busy_s'] / rounds:.0f} ms |"
-      f" {1e3 * got['both_busy_s'] / rounds:.0f} ms |"
-      f" {got['lag']:.2f}, {got['max_lag']:.0f} | {got['useful']:.0%} |"
-      f" {got['success']:.1%} |"
-      f" {row['ratio']:.2f}x | {1e3 * row['simulated']['ideal_s']:.0f} ms |"
-    )
-
-
-def _print_compared(rows: Sequence[dict]) -> None:
-  """Prints measured | simulated (ratio) of what both have."""
-  names = ("step_s", "learner_s", "decode_s", "both_s")
-  print(f"\n  {'':22}" + "".join(f"{name:>26}" for name in names))
-  for row in rows:
-    line = f"  {row['task']:6}{row['schedule']:16}"
-    for name in names:
-      real, said = row["measured"][name], row["simulated"][name]
-      ratio = f"{said / real:.2f}" if real > 1e-3 else "-"
-      line += f"{1e3 * real:9.0f} |{1e3 * said:6.0f} ({ratio:>5})"
-    for name in ("lag", "useful"):
-      real, said = row["measured"][name], row["simulated"][name]
-      line += f"   {name} {real:.2f} | {said:.2f}"
-    print(line)
 
 
 if __name__ == "__main__":

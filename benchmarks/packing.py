@@ -16,7 +16,7 @@ Writes benchmarks/results/packing.json.
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -177,24 +177,8 @@ def main(_: list[str]) -> None:
   jax_setup.keep_compiled()
   rows = [measure(case, _REPEATS.value) for case in CASES]
   print(machine.describe())
-  print("| case | row | tokens | shared | rows | shared | step s | shared |"
-        " speed-up | CPU speed-up |")  # fmt: skip
-  print("|---|---|---|---|---|---|---|---|---|---|")
-  for row in rows:
-    print(
-      f"| {row['case']} | {row['row length']} | {row['tokens']} | "
-      f"{row['tokens shared']} | {row['rows']} | {row['rows shared']} | "
-      f"{row['step s']:.3f} | {row['step s shared']:.3f} | "
-      f"{_range(row, 'step')} | {_range(row, 'cpu')} |"
-    )
+  machine.show("groups with and without shared prompts", rows)
   machine.keep("packing", rows=rows)
-
-
-def _range(row: Mapping[str, str | float], name: str) -> str:
-  middle, low, high = (
-    row[f"{name} speed-up{end}"] for end in ("", " min", " max")
-  )
-  return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import machine, paced_engine, simulated
+from benchmarks import machine, paced_engine
 from launch.cli import jax_setup
 from models import config as model_config
 from rl.engine import contract
@@ -153,7 +153,7 @@ async def measured(
         pairs = zip(answers["together"], answers["apart"], strict=True)
         row = rows | {"same answers": sum(a == b for a, b in pairs)}
         found[prompt].append(row)
-        simulated.show(f"{prompt} ids", [{"side": x} | rows[x] for x in rows])
+        machine.show(f"{prompt} ids", [{"side": x} | rows[x] for x in rows])
   return found
 
 

@@ -155,10 +155,7 @@ def main(_: list[str]) -> None:
   jax_setup.prepare(place)
   ways = asyncio.run(_under_load(place.layouts()))
   print(machine.describe())
-  for name in ways["drain"]:
-    cells = "".join(f"{row[name]:14.5g}" for row in ways.values())
-    print(f"  {name:20}{cells}")
-  print(f"  {'':20}" + "".join(f"{way:>14}" for way in ways))
+  machine.show("under load", [{"way": w, **row} for w, row in ways.items()])
   machine.keep(
     "publish",
     rows=_ROWS.value,

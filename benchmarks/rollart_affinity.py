@@ -225,7 +225,7 @@ def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
   rounds = simulated.ROUNDS.value
   rows = gains(MIDDLE, rounds)
-  simulated.show("mixed against single pools at equal cost", rows)
+  machine.show("mixed against single pools at equal cost", rows)
   sweep = [
     row
     for math_share, game in ((0.11, 0.02), (0.26, 0.02), (0.18, 0.18))
@@ -235,9 +235,9 @@ def main(_: list[str]) -> None:
       ["declared", "learned"],
     )
   ]
-  simulated.show("other shares of context", sweep)
+  machine.show("other shares of context", sweep)
   same = alike(rounds)
-  simulated.show("pools of one kind", same)
+  machine.show("pools of one kind", same)
   machine.keep(
     "rollart_affinity",
     rounds=rounds,

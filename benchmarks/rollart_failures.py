@@ -223,13 +223,13 @@ def main(_: list[str]) -> None:
   print(f"{rates}: {rollout_s + _LEARNER_S:.1f} s, starts {started_s:.1f} s")
   rows = [gone(rates, lost) for lost in LOST]
   rows += [stuck(rates, after_s) for after_s in STUCK_AFTER_S]
-  simulated.show(f"a step with a failure; published {FAILED_S} s", rows)
+  machine.show(f"a step with a failure; published {FAILED_S} s", rows)
   others = [
     cost(rates, name, simulated.ROUNDS.value, spare)
     for name in SCHEDULES
     for spare in (0, 1)
   ]
-  simulated.show("the cost of one outage", others)
+  machine.show("the cost of one outage", others)
   machine.keep(
     "rollart_failures",
     rounds=simulated.ROUNDS.value,

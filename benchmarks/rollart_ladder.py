@@ -320,7 +320,7 @@ def main(_: list[str]) -> None:
       "slower": slower(rows),
       "holds": holds(rows),
     }
-    simulated.show(f"each rung over the one before, {latency}", rows)
+    machine.show(f"each rung over the one before, {latency}", rows)
     print(f"\nslower than the rung before: {slower(rows) or 'none'}")
     print(f"the published ladder holds: {holds(rows)}")
   print(f"published over sync: {OVER_SYNC}")

@@ -213,9 +213,9 @@ def main(_: list[str]) -> None:
   """Predicts, prints and keeps."""
   rounds = simulated.ROUNDS.value
   rows = [row(name, nodes, rounds=rounds) for name in MODELS for nodes in NODES]
-  simulated.show("gain of the split", rows)
+  machine.show("gain of the split", rows)
   others = sweep()
-  simulated.show("other assumptions", others)
+  machine.show("other assumptions", others)
   machine.keep("rollart_pd", rounds=rounds, rows=rows, sweep=others)
 
 

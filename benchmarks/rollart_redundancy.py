@@ -229,11 +229,11 @@ def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
   rounds = simulated.ROUNDS.value
   rows = grid(rounds, shared=True)
-  simulated.show("prompts share lengths", rows)
+  machine.show("prompts share lengths", rows)
   apart = grid(rounds, shared=False)
-  simulated.show("lengths are independent", apart)
+  machine.show("lengths are independent", apart)
   split = held_out()
-  simulated.show("fitted to three corners, the rest held out", split["rows"])
+  machine.show("fitted to three corners, the rest held out", split["rows"])
   worst = max(abs(row["deviation"]) for row in rows)
   print(f"\nworst deviation {worst:.1%}")
   machine.keep(

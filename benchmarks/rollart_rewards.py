@@ -179,7 +179,7 @@ def main(_: list[str]) -> None:
   fitted = {sigma: fit(sigma, rounds) for sigma in _SIGMAS}
   rows = [compare(sigma, fitted[sigma], rounds) for sigma in _SIGMAS]
   gain = ROLLOUT_S["dedicated"] / ROLLOUT_S["serverless"]
-  simulated.show(f"rollout of a step; published gain {gain:.2f}", rows)
+  machine.show(f"rollout of a step; published gain {gain:.2f}", rows)
   dedicated_s = rows[_SIGMAS.index(_SIGMA_OF_PLATFORMS)]["dedicated_s"]
   platforms = [
     on_platform(
@@ -191,7 +191,7 @@ def main(_: list[str]) -> None:
     for cold_s in (0.5, 2.0, 10.0)
     for most in (2, 3, 4, 64)
   ]
-  simulated.show(
+  machine.show(
     f"a platform for all; published use {USE['serverless']:.0%}", platforms
   )
   machine.keep(

@@ -153,9 +153,9 @@ def main(_: list[str]) -> None:
   """Measures, prints and keeps both."""
   rounds = simulated.ROUNDS.value
   rows = [_row(sigma, rounds) for sigma in PUBLISHED]
-  simulated.show("trajectories against batches", rows)
+  machine.show("trajectories against batches", rows)
   sweep = _sweep(1)
-  simulated.show("speed-up under other assumptions, one round each", sweep)
+  machine.show("speed-up under other assumptions, one round each", sweep)
   worst = max(abs(row["deviation"]) for row in rows)
   print(f"\nworst deviation {worst:.1%}")
   machine.keep(

@@ -242,18 +242,18 @@ def steps(
 def main(_: list[str]) -> None:
   """Predicts, prints and keeps."""
   table = rows()
-  simulated.show("seconds of new weights", table)
+  machine.show("seconds of new weights", table)
   hidden = {model: seconds(model, "push", "pull") for model in SIZE_BYTES}
   print(f"\nhidden, by buckets: {hidden}")
   known = declared()
-  simulated.show(f"steps that gain {GAIN}", known)
+  machine.show(f"steps that gain {GAIN}", known)
   rounds = simulated.ROUNDS.value
   gains = [
     row
     for play, model in itertools.product((decoding, waiting), SIZE_BYTES)
     for row in steps(play, model, rounds)
   ]
-  simulated.show("exposed over hidden, simulated", gains)
+  machine.show("exposed over hidden, simulated", gains)
   machine.keep(
     "rollart_weights",
     bucket_bytes=_BUCKET_BYTES,

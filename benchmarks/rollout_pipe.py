@@ -261,11 +261,11 @@ def main(_: list[str]) -> None:
   table = [
     row for groups in (32, 64, 96) for row in rows(groups, rates, rounds)
   ]
-  simulated.show("rollout to the end of training", table)
+  machine.show("rollout to the end of training", table)
   print(f"\npublished: saved {REDUCTION}, waits less {WAIT_REDUCTION}")
   print(f"first at R = 96: {FIRST_S}")
   sweep = _sweep(1)
-  simulated.show("other numbers of slots", sweep)
+  machine.show("other numbers of slots", sweep)
   machine.keep(
     "rollout_pipe",
     members=_K,

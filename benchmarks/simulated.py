@@ -1,10 +1,9 @@
-"""Shared by benchmarks on simulated hardware: a world in lockstep, a table."""
+"""Shared by benchmarks on simulated hardware: a world in lockstep, and runs."""
 
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from absl import flags as absl_flags
 
@@ -183,19 +182,3 @@ def place(ours: float, low: float, high: float) -> str:
     return "in range"
   edge = low if ours < low else high
   return f"{deviation(ours, edge):+.1%} of {edge:g}"
-
-
-def show(title: str, rows: Iterable[Mapping[str, Any]]) -> None:
-  """Prints rows that have the same keys."""
-  print(f"\n{title}")
-  cells = [{k: _cell(v) for k, v in row.items()} for row in rows]
-  widths = {
-    key: max(len(key), *(len(row[key]) for row in cells)) for key in cells[0]
-  }
-  print("  " + "  ".join(f"{key:>{width}}" for key, width in widths.items()))
-  for row in cells:
-    print("  " + "  ".join(f"{row[k]:>{w}}" for k, w in widths.items()))
-
-
-def _cell(value: Any) -> str:
-  return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -312,19 +312,11 @@ def row(work: Workload, rate: float) -> dict[str, Any]:
 
 
 def _print(row: dict[str, Any]) -> None:
-  for side in ("ours", "plain"):
-    if side not in row:
-      continue
-    cells = row[side]
-    line = (
-      f"{row['name'] + ', ' + side:32}{cells['tokens/s']:10.0f}"
-      f"{cells['CPU s']:8.2f}{cells['FLOP/s'] / 1e12:9.3f}"
-      f"{cells['share of matmul']:10.2f}"
-    )
-    if side == "ours" and "plain" in row:
-      for name in ("wall", "CPU"):
-        line += f"{row[f'ours / plain, {name}']['median']:7.2f}"
-    print(line, flush=True)
+  sides = [x for x in ("ours", "plain") if x in row]
+  machine.show(row["name"], [{"side": x, **row[x]} for x in sides])
+  if "plain" in row:
+    for clock in ("wall", "CPU"):
+      machine.show(f"ours / plain, {clock}", [row[f"ours / plain, {clock}"]])
 
 
 def logprob_memory(chunk: int) -> dict[str, float]:
@@ -370,10 +362,6 @@ def main(_: list[str]) -> None:
   print(machine.describe())
   for dtype, rate in rates.items():
     print(f"plain matmul, {dtype}: {rate / 1e12:.3f} TFLOP/s")
-  print(
-    f"{'':32}{'tokens/s':>10}{'CPU s':>8}{'TFLOP/s':>9}{'of matmul':>10}"
-    "  / plain: wall, CPU"
-  )
   rows = []
   for work in chosen:
     rows.append(row(work, rates[work.config.dtype]))
