@@ -122,34 +122,34 @@ def _train(num_experts: int) -> Step:
   return lambda: machine.timed(again)
 
 
-def _turns(sides: dict[str, Step], repeats: int) -> dict[str, dict]:
-  """Runs the sides in turn; returns wall and CPU seconds of each."""
+def _turns(title: str, sides: dict[str, Step], repeats: int) -> dict[str, dict]:
+  """Runs the sides in turn; shows and returns wall and CPU seconds of each."""
   times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
   for _ in range(repeats):
     for name, step in sides.items():
       times[name].append(step())
-  return {
+  found = {
     name: {
-      kind: {
+      clock: {
         "median": statistics.median(values),
         "min": min(values),
         "max": max(values),
       }
-      for kind, values in zip(
+      for clock, values in zip(
         ("wall_s", "cpu_s"), zip(*taken, strict=True), strict=True
       )
     }
     for name, taken in times.items()
   }
-
-
-def _show(rows: dict[str, dict]) -> None:
-  for name, row in rows.items():
-    cells = (
-      f"{kind} {value['median']:.3f} ({value['min']:.3f}, {value['max']:.3f})"
-      for kind, value in row.items()
-    )
-    print(f"{name:32}", *cells, sep="  ")
+  machine.show(
+    title,
+    [
+      {"side": name, "clock": clock, **row[clock]}
+      for name, row in found.items()
+      for clock in row
+    ],
+  )
+  return found
 
 
 def _ratios(above: dict, below: dict) -> dict[str, float]:
@@ -160,7 +160,7 @@ def _growth(repeats: int) -> dict:
   """Returns the times by number of experts, and 128 of them over 8."""
   shape = (_ROWS, _LENGTH)
   sides = {str(n): _passes(_config(n), shape) for n in (8, 32, 128)}
-  rows = _turns(sides, repeats)
+  rows = _turns("forward and backward, by experts", sides, repeats)
   return {"experts": rows, "128 over 8": _ratios(rows["128"], rows["8"])}
 
 
@@ -175,7 +175,7 @@ def _against_dense(repeats: int) -> dict:
       name: _passes(_wide(num_experts), (count, 128))
       for name, num_experts in (("experts", 128), ("dense", 0))
     }
-    rows = _turns(sides, repeats)
+    rows = _turns(f"{count} rows", sides, repeats)
     over = _ratios(rows["experts"], rows["dense"])
     result[str(count)] = rows | {"experts over dense": over}
   return result
@@ -193,7 +193,8 @@ def _against_tunix(python: str, repeats: int) -> dict:
         wall, cpu, _ = ask("step")
         return wall, cpu
 
-      rows = _turns({"ours": ours, "tunix": theirs}, repeats)
+      sides = {"ours": ours, "tunix": theirs}
+      rows = _turns(f"{number} experts, train step", sides, repeats)
     rows["tunix over ours"] = _ratios(rows["tunix"], rows["ours"])
     result[str(number)] = rows
   return result
@@ -202,26 +203,17 @@ def _against_tunix(python: str, repeats: int) -> dict:
 def main(_: list[str]) -> None:
   """Measures, prints and keeps all comparisons."""
   print(machine.describe())
-  result = {"forward and backward": _growth(_REPEATS.value)}
-  growth = result["forward and backward"]
-  _show({f"{n} experts, passes": r for n, r in growth["experts"].items()})
-  print("128 experts over 8:", growth["128 over 8"])
-  dense = result["against dense"] = _against_dense(_REPEATS.value)
-  for count, rows in dense.items():
-    for side in ("experts", "dense"):
-      _show({f"{count} rows, {side}": rows[side]})
-    print("experts over dense:", rows["experts over dense"])
+  result = {
+    "forward and backward": _growth(_REPEATS.value),
+    "against dense": _against_dense(_REPEATS.value),
+  }
   python = _TUNIX.value
   if python is None and importlib.util.find_spec("tunix"):
     python = sys.executable
   if python is None:
     print("google-tunix is not installed; see --tunix_python")
   else:
-    steps = result["train step"] = _against_tunix(python, _REPEATS.value)
-    for number, rows in steps.items():
-      for side in ("ours", "tunix"):
-        _show({f"{number} experts, {side}": rows[side]})
-      print("tunix over ours:", rows["tunix over ours"])
+    result["train step"] = _against_tunix(python, _REPEATS.value)
   machine.keep("moe", **result)
 
 

@@ -15,7 +15,6 @@ Writes benchmarks/results/repeatable.json.
 """
 
 import itertools
-import json
 import pathlib
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from absl import flags as absl_flags
 
 from benchmarks import machine
 from launch.cli import flags
+from launch.report import run_files
 
 _ROUNDS = absl_flags.DEFINE_integer("rounds", 24, "Rounds of each run.")
 _REPEATS = absl_flags.DEFINE_integer("repeats", 3, "Runs of each setting.")
@@ -62,8 +62,8 @@ def rounds_s(repeatable: bool, saves: bool) -> list[float]:
       check=True,
       stdout=subprocess.DEVNULL,
     )
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-  ends = [json.loads(line)["time_s"] for line in lines]
+    metrics = run_files.lines(workdir / "metrics.jsonl", [])
+    ends = [row["time_s"] for row in metrics]
   return [b - a for a, b in itertools.pairwise(ends[rounds // 4 :])]
 
 

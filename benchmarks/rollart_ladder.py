@@ -145,9 +145,8 @@ def _pool(
   # Of an H800: 1,000 ids of context take 4.5 times as long as 200 of answers.
   batch = simulated_processor.Speed(tau0_s=model.tau0_s, b0=_B0, slots=_SLOTS)
   encoded = 1_000.0 / (4.5 * 200.0) * batch.tokens_per_s
-  return simulate.EnginePool(
-    name=name,
-    engines=accelerators // 4,
+  return dataclasses.replace(
+    rollart_affinity.pool(name, accelerators),
     speed=simulated_processor.Speed(
       tau0_s=tau0_s,
       b0=_B0,
@@ -155,9 +154,6 @@ def _pool(
       slots=_SLOTS,
       update_s=stop_s,
     ),
-    kind="bandwidth" if h20 else "compute",
-    cost=4.0 * (1.0 if h20 else 2.85),
-    accelerators=4,
   )
 
 
