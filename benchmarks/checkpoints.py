@@ -78,8 +78,7 @@ def main(_: list[str]) -> None:
   with tempfile.TemporaryDirectory() as root:
     row = _measure(layout, pathlib.Path(root))
   print(machine.describe())
-  for name, value in row.items():
-    print(f"{name:24} {value:10.2f}")
+  machine.show("a checkpoint", [row])
   machine.keep("checkpoints", **row)
 
 

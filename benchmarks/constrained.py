@@ -126,8 +126,7 @@ def main(_: list[str]) -> None:
   """Measures all kinds in turn, and prints and keeps the medians."""
   row = asyncio.run(_measure())
   print(machine.describe())
-  for name, value in row.items():
-    print(f"{name:28} {value:10.1f}")
+  machine.show("forms of answers", [row])
   machine.keep("constrained", **row)
 
 

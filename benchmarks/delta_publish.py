@@ -200,8 +200,7 @@ def main(_: list[str]) -> None:
   jax_setup.prepare(place)
   rows = [row for rate in _RATES for row in _rows(place.layouts()[0], rate)]
   print(machine.describe())
-  for row in rows:
-    print(row)
+  machine.show("publishes of what has changed", rows)
   machine.keep(
     "delta_publish",
     params=memory_report.num_params(_MODEL).total,

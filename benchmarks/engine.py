@@ -171,8 +171,7 @@ def main(_: list[str]) -> None:
   jax_setup.prepare(experiment.placement)
   row = asyncio.run(_measure(assemble.build(experiment)))
   print(machine.describe())
-  for name, value in row.items():
-    print(f"{name:28} {value:10.3f}")
+  machine.show("the engine and the bare loop", [row])
   machine.keep("engine", episodes=slots, **row)
 
 

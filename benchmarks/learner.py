@@ -171,9 +171,7 @@ def main(_: list[str]) -> None:
   jax_setup.prepare(experiment.placement)
   rows = asyncio.run(_run(assemble.build(experiment)))
   print(machine.describe())
-  for row in rows:
-    for name, value in row.items():
-      print(f"{name:28} {value:10.3f}")
+  machine.show("the learner and the bare step", rows)
   machine.keep("learner", rows=rows)
 
 

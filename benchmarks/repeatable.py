@@ -85,8 +85,7 @@ def rows() -> Iterator[dict[str, float | bool]]:
 def main(_: list[str]) -> None:
   """Measures, prints and keeps."""
   measured = list(rows())
-  for row in measured:
-    print(row)
+  machine.show("rounds", measured)
   machine.keep(
     "repeatable",
     rounds=_ROUNDS.value,

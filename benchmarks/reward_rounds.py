@@ -146,8 +146,7 @@ def main(_: list[str]) -> None:
   base_run = flags.load("configs/guess_number_moe.py", changes)
   jax_setup.prepare(base_run.placement)
   rows = list(compared(asyncio.run(run_all(base_run))))
-  for row in rows:
-    print(row)
+  machine.show("rounds", rows)
   machine.keep(
     "reward_rounds",
     rounds=_ROUNDS.value,

@@ -157,11 +157,9 @@ def rounds() -> list[dict[str, Any]]:
 def main(_: list[str]) -> None:
   """Measures, prints and keeps."""
   places = asyncio.run(_all_places(_CALLS.value))
-  for row in places:
-    print(row, flush=True)
+  machine.show("places", places)
   rows = rounds()
-  for row in rows:
-    print(row)
+  machine.show("rounds", rows)
   machine.keep(
     "rewards",
     calls=_CALLS.value,

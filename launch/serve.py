@@ -166,23 +166,16 @@ def _loading(
   raise overrides.SettingError("name one of --run=DIR and --model=DIR")
 
 
+@dataclasses.dataclass(eq=False)
 class _Server:
   """Serves on a bound port; `serve` is called once."""
 
-  def __init__(
-    self,
-    serving: openai_app.Serving,
-    rules: access.Access,
-    tls: http_server.Tls | None,
-    port: socket.socket,
-    record: session_record.SessionRecord,
-  ):
-    self._serving = serving
-    self._rules = rules
-    self._tls = tls
-    self._port = port
-    self._record = record
-    self._is_lossy = False
+  serving: openai_app.Serving
+  rules: access.Access
+  tls: http_server.Tls | None
+  port: socket.socket
+  record: session_record.SessionRecord
+  is_lossy: bool = False
 
   async def serve(
     self,
@@ -204,7 +197,7 @@ class _Server:
       if not handlers.number:
         raise
       return 128 + handlers.number
-    return int(self._is_lossy)
+    return int(self.is_lossy)
 
   async def _serve(
     self,
@@ -212,7 +205,7 @@ class _Server:
     handlers: signals.Signals,
     stopping: asyncio.Event,
   ) -> None:
-    serving = dataclasses.replace(self._serving, model=served.name)
+    serving = dataclasses.replace(self.serving, model=served.name)
     if _TEMPERATURE.value is None:
       serving = dataclasses.replace(serving, temperature=served.temperature)
     opened = sessions.Sessions(
@@ -220,18 +213,18 @@ class _Server:
       max_sessions=_MAX_SESSIONS.value,
       max_bytes=_MAX_SESSION_MIB.value << 20,
       max_idle_s=_SESSION_IDLE_S.value,
-      keep=self._record.keep,
+      keep=self.record.keep,
     )
     most = _MAX_ANSWERS.value
     # Without keys all are one client.
-    share = _MAX_CLIENT_ANSWERS.value if self._rules.keys else most
+    share = _MAX_CLIENT_ANSWERS.value if self.rules.keys else most
     admitted = admission.Admission(most, share)
     patience = connections.Patience(
       max_connections=connections.within_files(_CONNECTIONS_AN_ANSWER * most),
       chunks=False,
     )
     application = openai_app.app(
-      served.engine, opened, serving, self._rules, admitted
+      served.engine, opened, serving, self.rules, admitted
     )
     # What lives as long as the server needs no further collections, which would
     # hold up all requests for half a second.
@@ -239,7 +232,7 @@ class _Server:
     gc.freeze()
     try:
       async with http_server.listening(
-        application, self._port, tls=self._tls, patience=patience
+        application, self.port, tls=self.tls, patience=patience
       ) as address:
         version = served.engine.stats().version
         with handlers.calling(stopping.set):
@@ -258,7 +251,7 @@ class _Server:
           log_line.tell(f"{count} {were} not finished")
       except session_record.Unrecorded as error:
         log_line.tell(f"{len(opened)} sessions are lost: {error}")
-        self._is_lossy = True
+        self.is_lossy = True
 
 
 async def _drain(admitted: admission.Admission) -> None:

@@ -1,6 +1,7 @@
 """Stands before an application: lets requests in, or refuses them unread."""
 
 import contextlib
+import dataclasses
 import time
 
 from starlette import requests, types
@@ -12,23 +13,17 @@ METRICS = "/metrics"
 _ALWAYS = access.OPEN_PATHS | {METRICS}
 
 
+@dataclasses.dataclass(frozen=True)
 class Gate:
   """An ASGI application that passes on what is allowed.
 
   `request.state.client` is then the name of the client.
   """
 
-  def __init__(
-    self,
-    app: types.ASGIApp,
-    rules: access.Access,
-    admitted: admission.Admission,
-    metrics: server_metrics.ServerMetrics,
-  ):
-    self._app = app
-    self._rules = rules
-    self._admitted = admitted
-    self._metrics = metrics
+  app: types.ASGIApp
+  rules: access.Access
+  admitted: admission.Admission
+  metrics: server_metrics.ServerMetrics
 
   async def __call__(
     self, scope: types.Scope, receive: types.Receive, send: types.Send
@@ -54,21 +49,21 @@ class Gate:
           response = await error_replies.reply(request, error)
           await response(scope, receive, noting)
           return
-        await self._app(scope, receive, noting)
+        await self.app(scope, receive, noting)
     finally:
       seconds = time.perf_counter() - start_s
-      self._metrics.ended(scope["path"], status, seconds)
+      self.metrics.ended(scope["path"], status, seconds)
 
   def _enter(
     self, request: requests.Request, held: contextlib.ExitStack
   ) -> None:
     method, path = request.method, request.scope["path"]
-    client = self._rules.client(method, path, request.headers)
+    client = self.rules.client(method, path, request.headers)
     request.state.client = client
     if path in _ALWAYS:
       return
     # What a session has is still to be had, and to be graded.
     asks = method == "POST" and not path.endswith("/finish")
-    if asks and self._admitted.draining:
+    if asks and self.admitted.draining:
       raise admission.Draining("the server ends; ask another, or later")
-    held.enter_context(self._admitted.answering(client))
+    held.enter_context(self.admitted.answering(client))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 
 from rl.settings import checks
-from rl.simulation import workload
+from rl.simulation import resources, workload
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class HostPool:
 
   async def admit(self) -> Place:
     """Returns a place on the host with the fewest, once there is one."""
-    asked_s = _now_s()
+    asked_s = resources.now_s()
     place = None if self._waiting else self._take()
     if place is None:
       waiter: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
@@ -169,7 +169,7 @@ class HostPool:
         if waiter.done() and not waiter.cancelled():
           self.release(waiter.result())
         raise
-    waited_s = _now_s() - asked_s
+    waited_s = resources.now_s() - asked_s
     self._begun += 1
     self._wait_s += waited_s
     self._max_wait_s = max(self._max_wait_s, waited_s)
@@ -187,7 +187,7 @@ class HostPool:
       OSError: its host is down or fails meanwhile.
     """
     fails_s = place.stuck_s if starts else place.lost_s
-    left_s = fails_s - _now_s()
+    left_s = fails_s - resources.now_s()
     if left_s > seconds:
       await asyncio.sleep(seconds)
       return
@@ -198,13 +198,13 @@ class HostPool:
 
   def release(self, place: Place) -> None:
     """Frees a place, unless its host has done so by failing."""
-    self._busy_s += min(_now_s(), place.lost_s) - place.begun_s
+    self._busy_s += min(resources.now_s(), place.lost_s) - place.begun_s
     self._taken[place.host].discard(place)
     self._admit_waiting()
 
   def use(self) -> HostUse:
     """Returns the use until now, of the places that were released."""
-    hosts, passed_s = self._hosts, _now_s()
+    hosts, passed_s = self._hosts, resources.now_s()
     slots_s = hosts.count * hosts.slots * passed_s
     return HostUse(
       environments=self._begun,
@@ -216,7 +216,7 @@ class HostPool:
     )
 
   def _take(self) -> Place | None:
-    now_s, best = _now_s(), None
+    now_s, best = resources.now_s(), None
     for host, taken in enumerate(self._taken):
       for place in [one for one in taken if one.lost_s <= now_s]:
         taken.discard(place)
@@ -252,7 +252,7 @@ class HostPool:
 
   def _arm(self) -> None:
     """Looks again when the next host comes back."""
-    now_s = _now_s()
+    now_s = resources.now_s()
     ends = (one.start_s + one.down_s for one in self._hosts.outages)
     back_s = min((end for end in ends if end > now_s), default=math.inf)
     if self._timer is None and back_s < math.inf:
@@ -262,7 +262,3 @@ class HostPool:
   def _look(self) -> None:
     self._timer = None
     self._admit_waiting()
-
-
-def _now_s() -> float:
-  return asyncio.get_running_loop().time()

@@ -107,11 +107,11 @@ class SeatPool:
   @contextlib.asynccontextmanager
   async def seat(self) -> AsyncGenerator[None]:
     """Waits for a seat and holds it in the body of an `async with`."""
-    asked_s = _now_s()
+    asked_s = now_s()
     try:
       seat = await self._take()
     finally:
-      begun_s = _now_s()
+      begun_s = now_s()
       self._asked += 1
       self._wait_s += begun_s - asked_s
       self._max_wait_s = max(self._max_wait_s, begun_s - asked_s)
@@ -119,14 +119,14 @@ class SeatPool:
     try:
       yield
     finally:
-      self._busy_s += _now_s() - begun_s
+      self._busy_s += now_s() - begun_s
       self._give(seat)
 
   def costs(self) -> SeatCosts:
     """Returns the costs until now."""
     self._end_idle()
     alive = (*self._free, *self._busy)
-    alive_s = self._ended_s + sum(_now_s() - seat.begun_s for seat in alive)
+    alive_s = self._ended_s + sum(now_s() - seat.begun_s for seat in alive)
     return SeatCosts(
       calls=self._calls,
       cold_starts=self._cold_starts,
@@ -154,7 +154,7 @@ class SeatPool:
     """Begins a seat, which goes on to be warm if its call gives up."""
     self._num += 1
     self._cold_starts += 1
-    seat = _Seat(_now_s())
+    seat = _Seat(now_s())
     self._busy.add(seat)
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[_Seat] = loop.create_future()
@@ -185,7 +185,7 @@ class SeatPool:
         waiter.set_result(seat)
         return
     self._busy.discard(seat)
-    seat.free_s = _now_s()
+    seat.free_s = now_s()
     self._free.append(seat)
 
   def _end_idle(self) -> None:
@@ -193,14 +193,15 @@ class SeatPool:
     idle_s = self._seats.idle_s
     while self._seats.elastic and self._free:
       end_s = self._free[0].free_s + idle_s
-      if end_s >= _now_s():
+      if end_s >= now_s():
         return
       self._ended_s += end_s - self._free.pop(0).begun_s
       self._num -= 1
       self._scaled_to_zero += not self._num
 
 
-def _now_s() -> float:
+def now_s() -> float:
+  """Returns the time of the running loop."""
   return asyncio.get_running_loop().time()
 
 
