@@ -314,9 +314,12 @@ class Experiment:
     """Raises ValueError when a package is missing where it is needed.
 
     These are packages of engines, and of environments that would import theirs
-    in each episode, which would end in a fault.
+    in each episode, which would end in a fault. With these there, it also
+    refuses a source whose first task is not named for it.
     """
     checks.validate_installed(self.environment)
+    for source in self.sources:
+      prompts.check_id(source.task(0, "train"), source.name)
     self.placement.validate_installed()
     for python in {pool.python for pool in self.placement.pools}:
       self.engine.validate_installed(python)

@@ -21,7 +21,7 @@ from envs import base
 from models.chat import byte_chat
 from rl.data import trajectory
 from rl.rollout import environment_trial as trial_lib
-from rl.rollout import episode, recordings
+from rl.rollout import episode, prompts, recordings
 from rl.runtime import isolation
 
 JUNK: Mapping[str, str | base.Message] = {
@@ -172,6 +172,7 @@ def check_tasks(source: base.Source) -> CheckResult:
 
 def _fault_of_tasks(source: base.Source) -> str:
   ids: dict[str, str] = {}
+  names = [part.name for part in prompts.sources_of(source)]
   for split in ("train", "eval"):
     for index in range(_TASKS_COMPARED):
       task = source.task(index, split)
@@ -180,6 +181,9 @@ def _fault_of_tasks(source: base.Source) -> str:
         return f"{where} is {type(task).__name__}, not an envs.base.Task"
       if task != source.task(index, split):
         return f"{where} gives another task when it is asked again"
+      if task.source not in names:
+        name = " or ".join(names)
+        return f"{where} has the id {task.id}, which must begin with {name}/"
       if task.split != split:
         return f"{where} has split={task.split!r}"
       if task.id in ids:

@@ -59,6 +59,15 @@ def sources_of(source: base.Source) -> Sequence[base.Source]:
   return source.sources if isinstance(source, Mixed) else (source,)
 
 
+def check_id(task: base.Task, source: str) -> None:
+  """Raises ValueError on a task that is not named for its source."""
+  if task.source != source:
+    raise ValueError(
+      f"source {source} made task {task.id}: ids must begin with the source's "
+      "name and a slash; wrap the parts of a mixture, not the mixture"
+    )
+
+
 def demonstrator(source: base.Source) -> base.Demonstrates:
   """Returns a source that can play its own tasks.
 
@@ -127,12 +136,7 @@ class Prompts:
       task = next(stream)
     else:
       task = self._curriculum.choose(lambda: next(stream))
-    if task.source != self._names[number]:
-      raise ValueError(
-        f"source {self._names[number]} made task {task.id}: ids must begin "
-        "with the source's name and a slash; wrap the parts of a mixture, not "
-        "the mixture"
-      )
+    check_id(task, self._names[number])
     return task
 
   def _number(self, source: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from envs import mixture
+from envs import delayed, mixture
 from envs.offload import process_pool
 from envs.rewards import rewards
 from envs.suites import self_play
@@ -571,6 +571,16 @@ def test_an_engine_must_be_installed_where_it_runs(experiment, tmp_path):
     ValueError, match=r"engine=sglang needs sgl_jax: .*/other -m pip"
   ):
     run_by(lacking)
+
+
+def test_a_source_whose_tasks_are_not_named_for_it_is_refused(experiment):
+  game = fakes.Counting(name="mine")
+  renamed = delayed.Delayed(
+    source=mixture.Mixture((mixture.Part(game), mixture.Part(fakes.Counting())))
+  )
+  tree = dataclasses.replace(experiment, environment=renamed)
+  with pytest.raises(ValueError, match=r"mine\+counting made task mine/"):
+    tree.validate_installed()
 
 
 _APART = placement.Placement(

@@ -37,10 +37,9 @@ class Echo:
       drawn = next(_counter)
       return base.Task(f"{self.name}/{split}/{index}", index, split, drawn)
     shown = "train" if self.flaw == "split is in no id" else split
+    name = "other" if self.flaw == "other name" else self.name
     apart = 500 * (split == "eval" and self.flaw != "splits share tasks")
-    return base.Task(
-      f"{self.name}/{shown}/{index}", index, split, index + apart
-    )
+    return base.Task(f"{name}/{shown}/{index}", index, split, index + apart)
 
   def __call__(self, task: base.Task) -> "_Echo":
     return _Echo(self.flaw, task)
@@ -181,6 +180,7 @@ def test_a_sound_environment_passes_all_checks():
     ("task raises", "tasks", "task raised OSError: no such file"),
     ("task changes", "tasks", "task(0, 'train') gives another task"),
     ("split is in no id", "tasks", "has the id echo/train/0 of task(0, 'tr"),
+    ("other name", "tasks", "has the id other/train/0, which must begin with"),
     ("tools", "episodes", "tools are int, not a list of JSON schemas"),
     ("nan", "episodes", "3 of 3 ended with a fault; echo/train/0: env_fault"),
     ("close raises", "close", "echo/train/0: close raised OSError: gone"),
