@@ -40,12 +40,14 @@ class Question:
 
   Attributes:
     tools: their JSON schemas.
+    turn: answers so far; the messages may hold more, which were given.
   """
 
   task: base.Task
   messages: Sequence[base.Message]
   tools: Sequence[Mapping[str, Any]] = ()
   seed: int = 0
+  turn: int = 0
 
 
 class PlaysItself(ValueError):
@@ -163,8 +165,7 @@ def script(answers: Sequence[str | base.Message]) -> Respond:
   """Gives these answers, one a turn, and repeats the last one."""
 
   async def scripted(question: Question) -> str | base.Message:
-    turn = sum(m.role == "assistant" for m in question.messages)
-    return answers[min(turn, len(answers) - 1)]
+    return answers[min(question.turn, len(answers) - 1)]
 
   return scripted
 
@@ -191,7 +192,8 @@ async def play(
     await pace()
     seed = zlib.crc32(request.tokens.tobytes(), request.seed) & 0x7FFFFFFF
     tools = watched.environment.tools_shown if watched.environment else ()
-    question = Question(task, list(partial.messages), tools, seed)
+    messages = list(partial.messages)
+    question = Question(task, messages, tools, seed, turn=len(answers))
     said = await isolation.guarded(
       lambda: trial.respond(question), _ANSWER_S, "giving an answer"
     )

@@ -53,6 +53,25 @@ def test_a_script_gives_an_answer_a_turn_and_repeats_the_last():
   assert played.trajectory.reward == pytest.approx(1 / 3)
 
 
+def test_answers_that_the_environment_begins_with_are_no_turns():
+  class Example:
+    name, task = SOURCE.name, SOURCE.task
+
+    def __call__(self, task):
+      environment: Any = SOURCE(task)
+      start = environment.start
+
+      async def shows_one():
+        example = [base.Message("user", "go"), base.Message("assistant", "yes")]
+        return [*example, *await start()]
+
+      environment.start = shows_one
+      return environment
+
+  scripted = environment_trial.script(["yes", "no"])
+  assert play(source=Example(), respond=scripted).answers == ["yes", "no", "no"]
+
+
 def test_a_long_answer_is_cut_as_an_engine_cuts_it():
   played = play(respond=environment_trial.script(["yes no yes"]))
   first = played.trajectory.turns[0]
