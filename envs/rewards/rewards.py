@@ -286,6 +286,23 @@ class Criterion:
     if not math.isfinite(self.weight):
       raise ValueError(f"weight={self.weight} of {self.name} must be finite")
 
+  async def grades(
+    self, task: base.Task, transcripts: Sequence[base.Transcript]
+  ) -> Sequence[base.Grade]:
+    """Returns the grades of its reward.
+
+    Raises:
+      TypeError: they are none, or not as many as the transcripts.
+    """
+    given: Any = await self.reward(task, transcripts)
+    is_list = isinstance(given, Sequence) and len(given) == len(transcripts)
+    if not (is_list and all(isinstance(one, base.Grade) for one in given)):
+      raise TypeError(
+        f"criterion {self.name} returned {given!r:.80}, not a list of "
+        f"{len(transcripts)} of Grade"
+      )
+    return given
+
 
 @dataclasses.dataclass(frozen=True)
 class Weighted:
@@ -339,7 +356,7 @@ class Weighted:
   ) -> Sequence[base.Grade]:
     """Returns one grade for each transcript, in order."""
     graded = await asyncio.gather(
-      *(criterion.reward(task, transcripts) for criterion in self.criteria)
+      *(criterion.grades(task, transcripts) for criterion in self.criteria)
     )
     return [self._sum(grades) for grades in zip(*graded, strict=True)]
 

@@ -382,13 +382,14 @@ def checked_grades(
 def _checked_grade(grade: object) -> tuple[float, dict[str, float]]:
   if not isinstance(grade, base.Grade):
     raise Fault(f"reward returned {_kind(grade)} in place of a Grade")
-  value = checked_reward(grade.value)
   if not isinstance(grade.parts, Mapping):
     raise Fault(f"reward returned parts={_kind(grade.parts)}, not a mapping")
-  return value, {
+  # Before their sum, which one of them may have made infinite or nan.
+  parts = {
     str(name): checked_reward(part, f"part {_shown(name)} of the reward")
     for name, part in grade.parts.items()
   }
+  return checked_reward(grade.value), parts
 
 
 def _kind(value: object) -> str:

@@ -56,6 +56,7 @@ JUNK = [
   "(" * 50_000,
 ]
 TASK = base.Task("sums/train/0", 0, "train", 0, "42")
+GRADE = base.Grade.single("x", 1.0)
 
 
 def episode(content: str, reasoning: str | None = None) -> base.Transcript:
@@ -339,6 +340,21 @@ def test_a_weighted_sum_fails_where_one_of_its_rewards_does():
   )
   with pytest.raises(ValueError, match="answer=None"):
     values(reward, None, "42")
+
+
+@pytest.mark.parametrize("given", [None, 1.0, [1.0], [], GRADE, [GRADE] * 2])
+def test_a_weighted_sum_names_the_criterion_that_gives_no_grades(given):
+  class Broken:
+    stateless = True
+
+    async def __call__(self, task, transcripts):
+      return given
+
+  reward = rewards.Weighted(
+    (rewards.Criterion("a", NUMBER), rewards.Criterion("mine", Broken()))
+  )
+  with pytest.raises(TypeError, match=r"criterion mine .*list of 1 of Grade"):
+    values(reward, "42", "42")
 
 
 @pytest.mark.parametrize(

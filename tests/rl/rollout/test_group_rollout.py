@@ -287,6 +287,7 @@ class Broken:
     ([base.Grade(1e39, {})], "reward 1e+39 is not a finite number"),
     ([base.Grade(1.0, cast(Any, None))], "reward returned parts=None"),
     ([base.Grade(1.0, {"a": math.nan})], "part 'a' of the reward nan is not"),
+    ([base.Grade.single("a", math.nan)], "part 'a' of the reward nan is not"),
   ],
 )
 def test_a_reward_that_fails_is_a_fault_and_never_zero(how, words):
