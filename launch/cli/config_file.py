@@ -221,10 +221,11 @@ def _module_of(cls: Any) -> types.ModuleType:
     SettingError: it cannot be found.
   """
   module: Any = sys.modules[cls.__module__]
-  if "<locals>" in cls.__qualname__:
+  if "<" in cls.__qualname__:  # <locals> or <lambda>
     raise overrides.SettingError(
-      f"{module.__file__}: {cls.__name__} is defined inside a function; define "
-      "it at the top of the file, so that the run can be read again"
+      f"{module.__file__}: {cls.__qualname__} has no name at the top of the "
+      "file; define it there with def or class, so that the run can be read "
+      "again"
     )
   found = module
   for part in cls.__qualname__.split("."):

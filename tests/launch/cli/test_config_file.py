@@ -1,6 +1,5 @@
 """Classes of a config file outlive the file: its run can be read again."""
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -279,18 +278,27 @@ def test_settings_of_a_file_that_was_loaded_again_cannot_be_kept(file):
     config_file.to_json(tree)
 
 
-def test_a_class_inside_a_function_cannot_be_kept(file):
+@pytest.mark.parametrize(
+  ("made", "told"),
+  [("local()", "local.<locals>.one has no name"), ("short", "<lambda> has no")],
+)
+def test_what_has_no_name_at_the_top_of_the_file_cannot_be_kept(
+  file, made, told
+):
   file.write_text(
     "import dataclasses\n"
+    "@dataclasses.dataclass(frozen=True)\n"
+    "class Run:\n"
+    "  call: object\n"
+    "short = lambda: 1\n"
+    "def local():\n"
+    "  def one(): ...\n"
+    "  return one\n"
     "def get_config():\n"
-    "  @dataclasses.dataclass(frozen=True)\n"
-    "  class Run:\n"
-    "    x: int = 1\n"
-    "  return Run()\n"
+    f"  return Run({made})\n"
   )
   tree = flags.load(str(file))
-  assert dataclasses.is_dataclass(tree)
-  with pytest.raises(overrides.SettingError, match="Run is defined inside a"):
+  with pytest.raises(overrides.SettingError, match=told):
     config_file.to_json(tree)
 
 
