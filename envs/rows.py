@@ -142,9 +142,10 @@ class Rows:
     if self.eval_every < 2:
       raise ValueError(f"eval_every={self.eval_every} must be at least 2")
     for data in filter(None, (self.data, self.eval_data)):
-      if not callable(data) and pathlib.PurePath(data).suffix not in _READERS:
+      if not callable(data) and not str(data).endswith(tuple(_READERS)):
         raise ValueError(
-          f"{data} must end in {' or '.join(_READERS)}, or be a function"
+          f"{data!s:.60} must end in {' or '.join(_READERS)}, or be a function "
+          "that returns rows"
         )
 
   def __getstate__(self) -> dict[str, Any]:
@@ -256,6 +257,11 @@ class _Lazy:
           f"{self._name} returned {type(self._source).__name__}, which has no "
           f"{method}; return a list, or a data source of grain"
         )
+    if isinstance(self._source, Mapping):
+      raise ValueError(
+        f"{self._name} returned {type(self._source).__name__} of "
+        f"{', '.join(map(str, self._source)):.60}; return one of its values"
+      )
     module = type(self._source).__module__
     self._is_arrow = module.partition(".")[0] == "datasets"
 

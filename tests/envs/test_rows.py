@@ -213,11 +213,16 @@ def of_numbers():
   return list(range(50))
 
 
+def by_split():
+  return {"train": [{"id": 0}], "test": [{"id": 1}]}
+
+
 @pytest.mark.parametrize(
   ("make", "told"),
   [
     (no_rows, "no_rows returned int, which has no __len__"),
     (of_numbers, r"of_numbers\[\d+\] is int; a row must be a mapping"),
+    (by_split, "by_split returned dict of train, test; return one of its val"),
   ],
 )
 def test_a_source_that_is_wrong_is_named(make, told):
@@ -230,6 +235,7 @@ def test_a_source_that_is_wrong_is_named(make, told):
   ("settings", "told"),
   [
     ({"data": "a.csv"}, "a.csv must end in .jsonl or .parquet"),
+    ({"data": [{"q": 1}]}, r"\[{'q': 1}\] must end in .*, or be a function"),
     ({"data": "a.jsonl", "eval_data": "b"}, "b must end in .jsonl or .parquet"),
     ({"data": "a.jsonl", "eval_every": 1}, "eval_every=1 must be at least 2"),
   ],
