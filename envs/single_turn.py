@@ -25,8 +25,8 @@ class SingleTurn:
   a thread; or it is `async`, and runs beside all episodes. One that raises, or
   returns no finite number, is a fault of that trajectory and no reward.
 
-  `tasks.pool` equal to the number of rows makes each row come once before any
-  comes again.
+  `tasks.pool` equal to the number of training rows makes each come once before
+  any comes again.
 
   Attributes:
     grade: None leaves it to the reward of the run, which reads `answer`.
