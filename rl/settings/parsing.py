@@ -112,9 +112,11 @@ def _check_kind(hint: Any, value: Any, where: str) -> None:
   is_function = inspect.isfunction(value)
   if isinstance(value, type) or (is_function and value in makers.values()):
     word, kind = value.__name__, "function" if is_function else "class"
-    raise annotations.SettingError(
-      f"{where}={word} is a {kind}; write {word}(...)"
-    )
+    out = f"; write {word}(...)"
+    if not annotations.is_setting(annotations.made(value)):
+      wanted = annotations.describe(hint)
+      out = f", and no frozen dataclass; expected {wanted}"
+    raise annotations.SettingError(f"{where}={word} is a {kind}{out}")
   shown = value.__name__ if is_function else _shown(value)
   message = f"{where}={shown}: expected {annotations.describe(hint)}"
   maker = isinstance(value, str) and makers.get(value)
@@ -363,6 +365,8 @@ def _resolve(name: str, hint: Any, where: str) -> Any:
       f"{where}: cannot import {name}: {error}{advice}"
     ) from error
   if not annotations.is_setting(annotations.made(maker)):
+    if annotations.takes_names(hint):
+      raise _Mismatch(f"write '{':'.join(name.rsplit('.', 1))}'")
     raise annotations.SettingError(
       f"{where}: {name} must be a frozen dataclass, or a function with one as "
       "its return annotation"

@@ -71,6 +71,10 @@ MODE: Any = {"mode": "drian"}
   ("changes", "message"),
   [
     ({"loss": Clipped}, "run.loss=Clipped is a class; write Clipped(...)"),
+    (
+      {"loss": float},
+      "run.loss=float is a class, and no frozen dataclass; expected Loss",
+    ),
     ({"pool": pool_of}, "run.pool=pool_of is a function; write pool_of(...)"),
     ({"pool": number_of}, "run.pool=number_of: expected Pool | none"),
     (

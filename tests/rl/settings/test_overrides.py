@@ -247,11 +247,12 @@ def test_a_function_without_a_name_is_refused_as_a_setting(call):
     ("nowhere:abs", "--config.call: cannot import nowhere:abs: No module"),
     ("math:pi", "--config.call: math:pi must be a function"),
     ("abs", "expected Callable[[float], float] as 'MODULE:NAME'"),
+    ("math.sqrt", "--config.call=math.sqrt: write 'math:sqrt'; expected Calla"),
   ],
 )
 def test_a_name_without_a_function_is_refused(name, told):
   with pytest.raises(overrides.SettingError) as error:
-    overrides.override(Tree(), "call", f"'{name}'")
+    overrides.override(Tree(), "call", name)
   assert told in str(error.value)
 
 
