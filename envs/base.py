@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+import reprlib
 import sysconfig
 import traceback
 import types
@@ -558,6 +559,24 @@ def parts(reward: object) -> Iterator[Any]:
   elif isinstance(reward, tuple | list):
     for part in reward:
       yield from parts(part)
+
+
+def checked_grades(given: Any, count: int, of: str) -> Sequence[Grade]:
+  """Returns what a reward, called `of` in an error, has returned.
+
+  Raises:
+    ValueError: it is no list of so many grades.
+  """
+  if not isinstance(given, Sequence) or len(given) != count:
+    wanted = "one Grade" if count == 1 else f"{count} of Grade"
+    raise ValueError(
+      f"{of} returned {reprlib.repr(given)}, not a list of {wanted}"
+    )
+  for one in given:
+    if not isinstance(one, Grade):
+      kind = type(one).__name__
+      raise ValueError(f"{of} returned {kind} in place of a Grade")
+  return given
 
 
 def check_task(reward: Reward, task: Task) -> None:

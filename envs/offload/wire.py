@@ -125,11 +125,8 @@ def write_grades(
   Raises:
     ValueError: the reward did not return so many grades.
   """
-  found = list(grades) if isinstance(grades, Sequence) else [grades]
-  data = [dataclasses.asdict(g) for g in found if isinstance(g, base.Grade)]
-  if len(data) != count or len(found) != count:
-    kinds = [type(one).__name__ for one in found]
-    raise ValueError(f"reward returned {kinds}, not {count} of Grade")
+  found = base.checked_grades(grades, count, "reward")
+  data = [dataclasses.asdict(grade) for grade in found]
   answer = {"grades": data, "cold_start": cold_start}
   return json.dumps(answer, default=_number).encode()
 

@@ -289,19 +289,11 @@ class Criterion:
   async def grades(
     self, task: base.Task, transcripts: Sequence[base.Transcript]
   ) -> Sequence[base.Grade]:
-    """Returns the grades of its reward.
-
-    Raises:
-      TypeError: they are none, or not as many as the transcripts.
-    """
-    given: Any = await self.reward(task, transcripts)
-    is_list = isinstance(given, Sequence) and len(given) == len(transcripts)
-    if not (is_list and all(isinstance(one, base.Grade) for one in given)):
-      raise TypeError(
-        f"criterion {self.name} returned {given!r:.80}, not a list of "
-        f"{len(transcripts)} of Grade"
-      )
-    return given
+    """Returns the grades of its reward, or raises ValueError."""
+    given = await self.reward(task, transcripts)
+    return base.checked_grades(
+      given, len(transcripts), f"criterion {self.name}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -373,15 +373,14 @@ def checked_grades(
   grades: object, count: int
 ) -> list[tuple[float, dict[str, float]]]:
   """Returns (value, parts) of each of so many valid grades, or raises Fault."""
-  if not isinstance(grades, Sequence) or len(grades) != count:
-    wanted = "one Grade" if count == 1 else f"{count} of Grade"
-    raise Fault(f"reward returned {_shown(grades)}, not a list of {wanted}")
-  return [_checked_grade(grade) for grade in grades]
+  try:
+    given = base.checked_grades(grades, count, "reward")
+  except ValueError as error:
+    raise Fault(str(error)) from error
+  return [_checked_grade(grade) for grade in given]
 
 
-def _checked_grade(grade: object) -> tuple[float, dict[str, float]]:
-  if not isinstance(grade, base.Grade):
-    raise Fault(f"reward returned {_kind(grade)} in place of a Grade")
+def _checked_grade(grade: base.Grade) -> tuple[float, dict[str, float]]:
   if not isinstance(grade.parts, Mapping):
     raise Fault(f"reward returned parts={_kind(grade.parts)}, not a mapping")
   # Before their sum, which one of them may have made infinite or nan.

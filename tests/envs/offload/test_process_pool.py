@@ -80,7 +80,8 @@ def test_processes_come_with_calls_and_go_without_and_come_again():
   [
     ("exit 3", "during a call a process ended with exit code 3: a reward may"),
     ("raise", r"OSError: no such file \(.+\.py:\d+, in _grade\)"),
-    ("none", r"reward returned \['NoneType'\], not 1 of Grade"),
+    ("none", "reward returned NoneType in place of a Grade"),
+    ("bare", r"reward returned Grade\(.*\), not a list of one Grade"),
   ],
 )
 def test_a_failure_ends_its_own_call_alone(text, message):
