@@ -188,7 +188,20 @@ class RoundWarnings:
       if self._has_warm_start
       else "a warm start helps"
     )
+    episodes = metrics.get("truncated_share", 0.0)
+    answers = metrics.get("cut_answer_share", 0.0)
     match metrics.get("success"):
+      case 0.0 if episodes > 0.5:
+        why = (
+          f"no episode succeeded, and limits cut {episodes:.0%} of them; raise "
+          "rollout.max_turns or max_tokens, or end them in step"
+        )
+      case 0.0 if answers > 0.5:
+        why = (
+          f"no episode succeeded, and limits cut {answers:.0%} of the answers; "
+          "raise rollout.turn_tokens, or where a new policy does not end its "
+          f"answers, {more}"
+        )
       case 0.0:
         why = (
           f"no episode succeeded, so the tasks are too hard; {more}, or "

@@ -204,18 +204,32 @@ def test_a_run_without_a_warm_start_is_told_of_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("success", "words"),
+  ("success", "cut", "words"),
   [
-    (0.0, "no episode succeeded, so the tasks are too hard; more warm_start."),
-    (1.0, "all episodes succeeded, so the tasks are too easy"),
-    (0.5, "the tasks are too easy or too hard, or the policy has become"),
-    (math.nan, "the tasks are too easy or too hard, or the policy has become"),
+    (0.0, {}, "no episode succeeded, so the tasks are too hard; more warm_st"),
+    (
+      0.0,
+      {"truncated_share": 1.0, "cut_answer_share": 1.0},
+      "no episode succeeded, and limits cut 100% of them; raise rollout.max_tu",
+    ),
+    (
+      0.0,
+      {"truncated_share": 0.0, "cut_answer_share": 0.96},
+      "no episode succeeded, and limits cut 96% of the answers; raise rollout.",
+    ),
+    (1.0, {}, "all episodes succeeded, so the tasks are too easy"),
+    (0.5, {}, "the tasks are too easy or too hard, or the policy has become"),
+    (
+      math.nan,
+      {},
+      "the tasks are too easy or too hard, or the policy has become",
+    ),
   ],
 )
-def test_success_tells_tasks_that_are_too_hard_from_ones_too_easy(
-  warnings, success, words
+def test_success_and_limits_tell_why_members_did_equally_well(
+  warnings, success, cut, words
 ):
-  flat = {"zero_variance_groups": 4.0, "groups": 4.0, "success": success}
+  flat = {"zero_variance_groups": 4.0, "groups": 4.0, "success": success} | cut
   (empty,) = warnings.after(_metrics(1, **flat), [])
   assert f"did equally well: {words}" in empty
   warnings.after(_metrics(50, trained_tokens=8.0), [])
