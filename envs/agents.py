@@ -22,7 +22,6 @@ import os
 import shutil
 import sys
 import tempfile
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,11 +85,7 @@ class OpenAI:
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row, if there are rows."""
-    seed, answer = zlib.crc32(f"{split}/{index}".encode()), None
-    if self.rows is not None:
-      seed = self.rows.number(index, split)
-      answer = self.rows.record(seed, split).answer(self.answer)
-    return base.Task(f"{self.name}/{split}/{index}", index, split, seed, answer)
+    return rows_lib.task(self.name, self.rows, self.answer, index, split)
 
   def __call__(self, task: base.Task) -> Any:
     """Returns an agent (`base.Agent`), which starts the program in `run`."""

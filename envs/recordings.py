@@ -74,8 +74,7 @@ class _Recorded:
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row."""
-    number = self.rows.number(index, split)
-    return base.Task(f"{self.name}/{split}/{index}", index, split, number)
+    return rows_lib.task(self.name, self.rows, None, index, split)
 
   def __call__(self, task: base.Task) -> "_LastAnswer":
     """Returns a fresh environment."""

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -243,6 +244,26 @@ class Rows:
     else:
       value = records[number].fields if isinstance(records, list) else number
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def task(
+  name: str,
+  rows: Rows | None,
+  answer: str | None,
+  index: int,
+  split: base.Split,
+) -> base.Task:
+  """Returns a task of a source; its seed is the number of its row.
+
+  Args:
+    rows: None: the seed follows from the task's place alone.
+    answer: the field with the final answer, if there is one.
+  """
+  seed, found = zlib.crc32(f"{split}/{index}".encode()), None
+  if rows is not None:
+    seed = rows.number(index, split)
+    found = rows.record(seed, split).answer(answer)
+  return base.Task(f"{name}/{split}/{index}", index, split, seed, found)
 
 
 class _Lazy:

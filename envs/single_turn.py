@@ -80,11 +80,7 @@ class SingleTurn:
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row."""
-    number = self.rows.number(index, split)
-    answer = self.rows.record(number, split).answer(self.answer)
-    return base.Task(
-      f"{self.name}/{split}/{index}", index, split, number, answer
-    )
+    return rows_lib.task(self.name, self.rows, self.answer, index, split)
 
   def __call__(self, task: base.Task) -> "_Question":
     """Returns a fresh environment."""

@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import inspect
 import re
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -141,11 +140,7 @@ class ToolEnvironment:
 
   def task(self, index: int, split: base.Split) -> base.Task:
     """Returns a task; its seed is the number of its row, if there are rows."""
-    seed, answer = zlib.crc32(f"{split}/{index}".encode()), None
-    if self.rows is not None:
-      seed = self.rows.number(index, split)
-      answer = self.rows.record(seed, split).answer(self.answer)
-    return base.Task(f"{self.name}/{split}/{index}", index, split, seed, answer)
+    return rows_lib.task(self.name, self.rows, self.answer, index, split)
 
   def __call__(self, task: base.Task) -> "_Episode":
     """Returns a fresh environment; the class is called in its `start`."""
