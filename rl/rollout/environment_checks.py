@@ -34,7 +34,8 @@ JUNK: Mapping[str, str | base.Message] = {
   "a digit that int() refuses": "\u00b2",
   "a number that int() refuses": "9" * 5_000,
   "nan": "nan",
-  "JSON": '{"answer": null, "reward": 1}',
+  # Without a number, which may be the answer of a task.
+  "JSON": '{"answer": null, "reward": true}',
   "a broken tool call": '<tool_call>\n{"name": "x", "arguments":\n</tool_call>',
   "an unknown tool": base.calling("no_such_tool", x=[None]),
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from envs import base, recordings, rows
-from envs.rewards import rewards
+from envs.rewards import answers, rewards
 from models.chat import byte_chat, word_chat
 from rl.rollout import environment_checks, environment_trial, episode
 from rl.runtime import isolation
@@ -421,6 +421,11 @@ def test_a_close_that_is_no_coroutine_is_told_without_our_frames():
   )
   told = "close is no coroutine, it returned None; write async def"
   assert (played.closing, played.traceback) == (told, "")
+
+
+def test_junk_holds_no_number_that_could_be_an_answer():
+  said = map(str, environment_checks.JUNK.values())
+  assert {answers.last_number(text) for text in said} == {None}
 
 
 def test_answers_that_fail_at_times_are_not_blamed_on_the_tasks():
