@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Float32
 
 from rl.algorithms import advantages, returns
 from rl.data import trajectory
+from rl.settings import short_names
 
 _T = TypeVar("_T")
 Untrained = Literal["singleton", "zero_variance"]
@@ -181,7 +182,9 @@ class Selection:
     for pool in self.pools:
       indices = [k for i in pool for k in range(ends[i], ends[i + 1])]
       if indices:
-        part = estimator([inputs[k] for k in indices])
+        members = [inputs[k] for k in indices]
+        part = estimator(members)
+        _check_lengths(estimator, part, members)
         order += indices
         joined.advantages.extend(part.advantages)
         if joined.returns is not None and part.returns is not None:
@@ -225,6 +228,21 @@ class Selection:
     return [
       [next(left) if one else None for one in mask] for mask in self.trained
     ]
+
+
+def _check_lengths(
+  estimator: advantages.Estimator,
+  found: advantages.Estimate,
+  members: Sequence[returns.EpisodeReturnInputs],
+) -> None:
+  """Raises ValueError on advantages for other members, or other tokens."""
+  lengths = [len(own) for own in found.advantages]
+  tokens = [len(member.turns) for member in members]
+  if lengths != tokens:
+    raise ValueError(
+      f"algorithm.advantage={short_names.of(estimator)} returned arrays of "
+      f"lengths {lengths} for members of {tokens} tokens"
+    )
 
 
 def _of(

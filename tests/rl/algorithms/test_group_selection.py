@@ -174,6 +174,20 @@ def test_penalties_and_values_are_those_of_the_members_that_are_trained():
   assert dtypes == {np.dtype(np.float32)}
 
 
+def test_advantages_for_other_members_than_were_asked_for_are_refused():
+  @dataclasses.dataclass(frozen=True)
+  class Pair(advantages.Estimator):
+    def __call__(self, members):
+      kept = members[:2]
+      return advantages.Estimate([np.zeros(len(one.turns)) for one in kept])
+
+  group = _group((1.0, 2), (0.0, 3), (0.0, 4))
+  selection = group_selection.select([group], Pair())
+  told = r"advantage=pair returned .* \[2, 3\] for members of \[2, 3, 4\] tok"
+  with pytest.raises(ValueError, match=told):
+    selection.estimate()
+
+
 def test_scores_for_too_few_members_are_refused():
   groups = [_group((1.0, 1), (0.0, 1))]
   selection = group_selection.select(groups, advantages.Rloo())
