@@ -101,7 +101,8 @@ class SingleTurn:
         text = self.prompt.format_map(record.fields)
       except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(
-          f"{record.place}: prompt={self.prompt!r} does not fit it: {error}"
+          f"{record.place}: prompt={self.prompt!r} does not fit it: {error}; a "
+          "field within a field is {name[field]}"
         ) from error
       found = [base.Message("user", text)]
     return rows_lib.with_system(found, self.system)

@@ -199,6 +199,11 @@ def test_a_grader_runs_in_a_thread_on_a_row_of_its_own(file):
     ({"a": 1}, {"prompt": "{q}"}, ":2: no field 'q', which prompt asks for; "),
     ({"q": None}, {"prompt": "{q}"}, ":2: null in field 'q', which prompt"),
     ({"q": "x"}, {"prompt": "{q[a]}"}, ":2: prompt='{q.a.}' does not fit"),
+    (
+      {"q": {"a": 1}},
+      {"prompt": "{q.a}"},
+      ":1: prompt='{q.a}' does not fit it: .*; a field within a field is {name",
+    ),
     ({"q": "x"}, {"messages": "chat"}, ":2: no field 'chat', which messages"),
     ({"q": 5}, {"messages": "q"}, ":2: field 'q': 5 is no list of messages"),
     (
