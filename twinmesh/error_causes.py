@@ -895,6 +895,7 @@ CAUSES = (
     " checkpoint. events.jsonl and trajectories/ are the largest:"
     " retention.episodes_every lowers the latter.",
     code_block="du -sh runs/first/*",
+    of=("launch.cli.workdir:claim",),
   ),
   Cause(
     code="TM-D10",

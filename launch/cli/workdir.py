@@ -25,7 +25,7 @@ from models.hf import safetensors_io
 from rl import experiment as experiment_lib
 from rl.loop import trackers
 from rl.rollout import chats
-from rl.runtime import checkpoint, log_line
+from rl.runtime import checkpoint, disk, log_line
 from rl.settings import overrides
 
 CHECKPOINTS = "checkpoints"
@@ -101,17 +101,30 @@ def claim(
   Records without the config.json of a run are not touched.
 
   Raises:
-    SettingError: the directory cannot be written or has a path that
-      checkpoints cannot have, another process uses it, it holds records of
-      something else, or a run with other settings. Settings that change
-      nothing in what was learned, or only rounding (mesh and processes of the
-      learner, slots of the engine), may differ: see `_MAY_CHANGE`.
+    SettingError: the directory cannot be written, as on a full disk, or has a
+      path that checkpoints cannot have, another process uses it, it holds
+      records of something else, or a run with other settings. Settings that
+      change nothing in what was learned, or only rounding (mesh and processes
+      of the learner, slots of the engine), may differ: see `_MAY_CHANGE`.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.
   _check_path(directory)
   _check_ours(directory)
   lock = locked(directory)
+  try:
+    _take_over(directory, experiment)
+  except OSError as error:
+    if not disk.is_cause(error, directory):
+      raise
+    raise overrides.SettingError(disk.failure(error, directory)) from error
+  return lock
+
+
+def _take_over(
+  directory: pathlib.Path, experiment: experiment_lib.Experiment
+) -> None:
+  """Mends or clears a locked directory, and writes its config.json."""
   _check_checkpoints(directory)
   for note in run_repair.mend(
     directory, trees=_TREES, files=(*_RECORDS, *_OTHERS), rows=_ROWS
@@ -129,7 +142,6 @@ def claim(
   text = json.dumps(data, indent=2) + "\n"
   run_repair.write(directory / "config.json", text)
   (directory / FAILURE).unlink(missing_ok=True)
-  return lock
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Claims of a run directory: refusals, clearing, and the command to go on."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -8,8 +9,9 @@ import sys
 
 import pytest
 
-from launch.cli import flags, workdir
+from launch.cli import flags, run_repair, workdir
 from rl.settings import overrides
+from twinmesh import error_codes
 
 CONFIG = pathlib.Path(__file__).parents[3] / "configs/guess_number_moe.py"
 
@@ -132,6 +134,18 @@ def test_the_error_of_a_run_is_kept_until_it_goes_on(tmp_path, experiment):
   assert workdir.failure(tmp_path) == "error: no gradient"
   workdir.claim(tmp_path, experiment).close()
   assert not workdir.failure(tmp_path)
+
+
+def test_a_disk_that_is_still_full_is_named(tmp_path, experiment, monkeypatch):
+  def write(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(run_repair, "write", write)
+  with pytest.raises(overrides.SettingError) as error:
+    workdir.claim(tmp_path, experiment)
+  said = f"{tmp_path} cannot be written: No space left on device; "
+  assert str(error.value).startswith(said)
+  assert error_codes.code_of(error.value) == "TM-D09"
 
 
 def test_a_directory_that_is_replaced_is_noticed(tmp_path):
