@@ -166,12 +166,12 @@ class EngineWorker:
       self._tell_spans()
 
   def _tell_spans(self) -> None:
-    """Tells the work of its devices, on the clock that processes share."""
+    """Tells the work of its devices, and the time, on the clock of its host."""
     since, fresh = self._spans.origin, self._spans.spans[:]
     del self._spans.spans[: len(fresh)]
     if fresh:
       work = [(x.track, x.name, since + x.start, since + x.end) for x in fresh]
-      self._post("spans", work)
+      self._post("spans", work, self._spans.now())
 
   def _tell_begun(self) -> None:
     begun = {}

@@ -98,6 +98,7 @@ class RemoteEngine:
     self._spans = spans
     self._requests: dict[str, _Request] = {}
     self._stats = _NEVER
+    self._behind_s = math.inf  # Of its clock, behind that of this process.
     self._num_prefixes = itertools.count()
     self._report: Callable[[str], None] = lambda text: None
     self._on_step = contract.ignore_step
@@ -316,9 +317,14 @@ class RemoteEngine:
   def _hear_stats(self, stats: contract.EngineStats) -> None:
     self._stats = stats
 
-  def _hear_spans(self, work: Sequence[tuple[str, str, float, float]]) -> None:
-    for span in work:
-      self._spans.add(*span)
+  def _hear_spans(
+    self, work: Sequence[tuple[str, str, float, float]], told_s: float
+  ) -> None:
+    # Each host has a clock of its own; the quickest message says best how far
+    # they are apart.
+    self._behind_s = min(self._behind_s, self._spans.now() - told_s)
+    for track, name, start, end in work:
+      self._spans.add(track, name, start + self._behind_s, end + self._behind_s)
 
   def stats(self) -> contract.EngineStats:
     """Returns the counters, as of a moment ago; requests are counted here."""

@@ -14,7 +14,7 @@ from rl.backends import local
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import affinity, placement, router
-from rl.remote import engine_worker, remote_engine, weight_store
+from rl.remote import engine_worker, remote_engine, weight_store, workers
 from rl.runtime import mesh_thread, trace
 from tests.helpers import machine_speed, processes, tiny_engine
 
@@ -164,3 +164,26 @@ def test_tokens_are_those_of_one_process_and_a_lost_one_costs_none(phased):
   assert described["prefills"] == 2.0
   assert described["prefills_missed/version"] == 1.0
   assert described["prefills_missed/lost"] == 1.0
+
+
+def test_work_on_another_host_has_its_place_on_the_clock_of_this_one():
+  now_s = iter([5.0, 10.5, 13.0])
+  spans = trace.Trace(None, clock=lambda: next(now_s))  # From 5 s on.
+  thread = mesh_thread.MeshThread("host", spans)
+  task = engine_worker.EngineTask(
+    model=tiny_engine.DENSE, engine=SETTINGS, mesh=placement.Placement().decode
+  )
+  with contextlib.closing(thread):
+    engine = remote_engine.RemoteEngine(
+      task,
+      "engine 0",
+      workers.Workers(None),
+      weight_store.WeightStore(),
+      thread,
+      spans,
+    )
+  # The clock there is 1000 s ahead; the second message takes 1.5 s more.
+  engine._hear_spans([("decode", "decode", 1008.0, 1009.0)], 1010.0)
+  engine._hear_spans([("decode", "decode", 1010.0, 1010.5)], 1011.0)
+  found = [(span.start, span.end) for span in spans.spans]
+  assert found == [(3.5, 4.5), (5.5, 6.0)]
