@@ -119,9 +119,11 @@ def address_of(text: str, where: str) -> tuple[str, int]:
   """
   host, _, port = text.rpartition(":")
   is_number = port.isascii() and port.isdecimal()
-  if not host or not is_number or not int(port) < 1 << 16:
-    raise ValueError(f"{where}={text} is no address; use HOST:PORT")
-  return host.strip("[]"), int(port)
+  # Parts of a name between dots are neither empty nor of over 63 letters.
+  with contextlib.suppress(UnicodeError):
+    if host.encode("idna") and is_number and int(port) < 1 << 16:
+      return host.strip("[]"), int(port)
+  raise ValueError(f"{where}={text} is no address; use HOST:PORT")
 
 
 def joined(host: str, port: int) -> str:

@@ -22,6 +22,7 @@ import os
 import pathlib
 import re
 import secrets
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -84,6 +85,19 @@ def _check_code(name: str, code: str) -> None:
       f"{name} runs version {code} of the code, not {code_version()}; use the "
       "same checkout"
     )
+
+
+def _check_own(address: str) -> None:
+  """Raises Unreachable unless this process can listen at an address."""
+  family = socket.AF_INET6 if ":" in address else socket.AF_INET
+  try:
+    with socket.socket(family) as own:
+      own.bind((address, 0))
+  except (OSError, UnicodeError) as error:
+    raise backends.Unreachable(
+      f"placement.backend.host={address} is no address at which this host can "
+      f"listen: {error}"
+    ) from error
 
 
 class Worker:
@@ -224,7 +238,7 @@ class Workers:
     backend: starts them, and is closed with them.
 
   Raises:
-    Unreachable: the backend cannot be reached.
+    Unreachable: the backend cannot be reached, or names another host as this.
 
   Attributes:
     host: the address of this host for them.
@@ -248,6 +262,7 @@ class Workers:
     try:
       self._launcher = backend.open(log_dir / "backend")
       self.host = self._launcher.host
+      _check_own(self.host)
     except ValueError as error:
       raise backends.Unreachable(str(error)) from error
     self._place_s = backend.place_s

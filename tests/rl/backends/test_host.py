@@ -45,9 +45,13 @@ def test_a_token_that_is_no_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "text", ["10.0.0.2", ":7", "h:x", "h:70000", "h:²", "h:٣", ""]
+  "text",
+  [
+    *("10.0.0.2", ":7", "h:x", "h:70000", "h:²", "h:٣", ""),
+    *("10.0.0..2:7", f"{'h' * 64}:7"),
+  ],
 )
-def test_an_address_without_a_port_is_refused(text):
+def test_what_is_no_address_is_refused(text):
   with pytest.raises(ValueError, match="is no address; use HOST:PORT"):
     host.address_of(text, "at")
   assert host.address_of("[::1]:7000", "at") == ("::1", 7000)

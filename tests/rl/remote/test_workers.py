@@ -9,8 +9,10 @@ import pytest
 import websockets
 from websockets.asyncio import client
 
+from rl.backends import contract, local
 from rl.remote import connection, wire, workers
 from tests.helpers import machine_speed
+from twinmesh import error_codes
 
 
 def play(scenario):
@@ -39,6 +41,21 @@ async def why_closed(socket) -> str:
     await socket.recv()
   assert closed.value.rcvd is not None
   return closed.value.rcvd.reason
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "10.0.0..2", "2001:db8::1"])
+def test_an_address_of_another_host_is_refused(address):
+  class Elsewhere(local.Local):
+    def open(self, folder):
+      launcher = local.LocalLauncher()
+      launcher.host = address
+      return launcher
+
+  with pytest.raises(
+    contract.Unreachable, match="this host can listen"
+  ) as error:
+    workers.Workers(None, backend=Elsewhere())
+  assert error_codes.code_of(error.value) == "TM-P04"
 
 
 def test_a_worker_with_the_token_is_told_its_task_and_may_be_asked():
