@@ -452,8 +452,10 @@ async def join(
   try:
     socket, (name, task) = await _ask(address, token, hello, None)
     return socket, name, task
-  except OSError as error:
+  except ConnectionRefusedError as error:
     raise Refused(f"nothing answers at {address}: the run has ended") from error
+  except OSError as error:
+    raise Refused(f"the run at {address} cannot be reached: {error}") from error
   except websockets.ConnectionClosed as error:
     why = _reason(error) or "it has ended"
     raise Refused(f"the run refuses: {why}") from error

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import socket
 from typing import Any, cast
 
 import pytest
@@ -204,7 +205,7 @@ def test_a_guest_that_is_gone_before_it_has_a_task_does_not_start():
   play(scenario)
 
 
-def test_a_guest_is_refused_with_the_reason():
+def test_a_guest_is_refused_with_the_reason(monkeypatch):
   async def scenario(others, address):
     def join(token=others.token, at=address):
       return workers.join(at, token, "wide")
@@ -226,6 +227,13 @@ def test_a_guest_is_refused_with_the_reason():
       await join(token="another")
     with pytest.raises(workers.Refused, match="the run has ended"):
       await join(at="ws://127.0.0.1:9")
+    monkeypatch.setattr(workers, "_HELLO_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+      port = silent.getsockname()[1]
+      with pytest.raises(
+        workers.Refused, match=r"cannot be reached: timed out"
+      ):
+        await join(at=f"ws://127.0.0.1:{port}")
 
   play(scenario)
 
