@@ -10,12 +10,13 @@ collective programs need.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,9 +141,10 @@ class LearnerWorker:
       # By default it listens at every address of the host.
       coordinator_bind_address=address,
     )
-    self._layout = self._task.mesh.layout(jax.devices(self._task.platform))
-    assert isinstance(self._layout.mesh, jax.sharding.Mesh)
-    _connect(self._layout.mesh)
+    with _naming_hosts():
+      self._layout = self._task.mesh.layout(jax.devices(self._task.platform))
+      assert isinstance(self._layout.mesh, jax.sharding.Mesh)
+      _connect(self._layout.mesh)
     self._place = self._layout.sharding("batch", "length")
     self._blocks = self._layout.num_batch, self._layout.size("length")
     places = self._place.addressable_devices_indices_map(self._blocks)
@@ -290,6 +292,20 @@ def _free_address(host: str) -> str:
   with socket.socket(family) as free:
     free.bind((host, 0))
     return backends_host.joined(host, free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _naming_hosts() -> Iterator[None]:
+  """Adds to an error of gloo what it needs of the names of hosts."""
+  try:
+    yield
+  except RuntimeError as error:
+    if "gloo" not in str(error).lower():
+      raise
+    raise RuntimeError(
+      f"{error}; on CPUs the name of each host, {socket.gethostname()} of this "
+      "one, must stand for an address at which the others reach it"
+    ) from error
 
 
 def _connect(mesh: jax.sharding.Mesh) -> None:

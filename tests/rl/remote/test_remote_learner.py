@@ -13,7 +13,7 @@ from models import config as model_config
 from rl.algorithms import losses, objective
 from rl.data import batch as batch_lib
 from rl.pools import placement
-from rl.remote import remote_learner, wire
+from rl.remote import learner_worker, remote_learner, wire
 from rl.train import learner, optimizers, train_state
 
 pytestmark = pytest.mark.compiled
@@ -116,3 +116,18 @@ def test_an_array_that_nothing_refers_to_is_dropped():
   gc.collect()
   assert sorted(gang.dropped) == [0, 2]
   assert kept.number == 1
+
+
+@pytest.mark.parametrize(
+  ("why", "advice"),
+  [
+    ("Gloo context initialization failed", "; on CPUs the name of each host"),
+    ("no device cuda", "$"),
+  ],
+)
+def test_an_error_of_gloo_says_what_it_needs(why, advice):
+  with (
+    pytest.raises(RuntimeError, match=f"{why}{advice}"),
+    learner_worker._naming_hosts(),
+  ):
+    raise RuntimeError(why)
