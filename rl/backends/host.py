@@ -131,6 +131,18 @@ def joined(host: str, port: int) -> str:
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def free_address(host: str) -> str:
+  """Returns an address of this host with a free port.
+
+  Raises:
+    OSError, UnicodeError: it is another one.
+  """
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  with socket.socket(family) as free:
+    free.bind((host, 0))
+    return joined(host, free.getsockname()[1])
+
+
 class Host(socketserver.ThreadingTCPServer):
   """Starts programs that others ask for; `serve_forever`, then `close`.
 

@@ -84,7 +84,9 @@ class LearnerWorker:
   ) -> str:
     """Serves until the stream ends; returns why it did."""
     methods = {
-      "offer": functools.partial(_free_address, stream.local_address[0]),
+      "offer": functools.partial(
+        backends_host.free_address, stream.local_address[0]
+      ),
       "join": _unguarded(self._join),
       "build": _unguarded(self._build),
       "take": self._take,
@@ -284,14 +286,6 @@ class LearnerWorker:
     state = self._state(programs, fields)
     placed = map(self._placed, batches)
     return self._programs[programs].measure(state.params, placed)
-
-
-def _free_address(host: str) -> str:
-  """Returns an address of this host with a free port."""
-  family = socket.AF_INET6 if ":" in host else socket.AF_INET
-  with socket.socket(family) as free:
-    free.bind((host, 0))
-    return backends_host.joined(host, free.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ import os
 import pathlib
 import re
 import secrets
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -85,19 +84,6 @@ def _check_code(name: str, code: str) -> None:
       f"{name} runs version {code} of the code, not {code_version()}; use the "
       "same checkout"
     )
-
-
-def _check_own(address: str) -> None:
-  """Raises Unreachable unless this process can listen at an address."""
-  family = socket.AF_INET6 if ":" in address else socket.AF_INET
-  try:
-    with socket.socket(family) as own:
-      own.bind((address, 0))
-  except (OSError, UnicodeError) as error:
-    raise backends.Unreachable(
-      f"placement.backend.host={address} is no address at which this host can "
-      f"listen: {error}"
-    ) from error
 
 
 class Worker:
@@ -262,9 +248,15 @@ class Workers:
     try:
       self._launcher = backend.open(log_dir / "backend")
       self.host = self._launcher.host
-      _check_own(self.host)
     except ValueError as error:
       raise backends.Unreachable(str(error)) from error
+    try:
+      host.free_address(self.host)
+    except (OSError, UnicodeError) as error:
+      raise backends.Unreachable(
+        f"placement.backend.host={self.host} is no address at which this host "
+        f"can listen: {error}"
+      ) from error
     self._place_s = backend.place_s
     self.token = secrets.token_hex(32)
     self.on_guest: Callable[[str, Guest], None] | None = None
