@@ -8,6 +8,7 @@ is a `command`.
 """
 
 import contextlib
+import errno
 import functools
 import importlib
 import inspect
@@ -341,13 +342,19 @@ def _check_name(file: pathlib.Path, key: Any) -> None:
 def exit_on_setting_error() -> Iterator[None]:
   """Ends the process with code 2 and no traceback on a ValueError.
 
-  Wrap only what loads and checks settings: around a run, it would hide where
-  an error came from.
+  Also on a path that is too long for any disk. Wrap only what loads and checks
+  settings: around a run, it would hide where an error came from.
   """
   try:
     yield
   except ValueError as error:
     error_codes.fail(error, error_codes.code_of(error, _REFUSED))
+  except OSError as error:
+    if error.errno != errno.ENAMETOOLONG:
+      raise
+    error_codes.fail(
+      f"{error.filename}: {error.strerror}; shorten it", "TM-C05"
+    )
 
 
 def split(path: str) -> tuple[pathlib.Path, str | None]:

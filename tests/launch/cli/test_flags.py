@@ -392,6 +392,15 @@ def test_broken_json_names_the_file(tmp_path, text, message):
   assert str(error.value).startswith(message.replace("FILE", str(file)))
 
 
+def test_a_name_that_is_too_long_is_an_error_of_the_user(tmp_path, capsys):
+  path = tmp_path / ("a" * 300)
+  with pytest.raises(SystemExit) as end, flags.exit_on_setting_error():
+    path.stat()
+  said = capsys.readouterr().err
+  assert said.startswith(f"error: {path}: File name too long; shorten it\n")
+  assert end.value.code == 2
+
+
 def test_other_errors_are_not_hidden():
   with pytest.raises(KeyError), flags.exit_on_setting_error():
     raise KeyError("a bug")
