@@ -194,7 +194,11 @@ class _AddressedProcess(followed.Followed):
 
   def _play(self, lines: host.JsonLines, name: str) -> int | str:
     """Returns the code of the program, or why a full host has refused it."""
-    lines.send(token=self._token, program=host.sent(self.program))
+    program = host.sent(self.program)
+    # An empty one, such as XLA_FLAGS, would hide that of the other host.
+    given = self.program.environment
+    program["environment"] = {name: x for name, x in given.items() if x}
+    lines.send(token=self._token, program=program)
     while True:
       # Not before its number is known: then it has begun.
       for number in self._taken() if self._begun.is_set() else []:
