@@ -92,6 +92,7 @@ def _prepared(
       "ask for --explain"
     )
   experiment.validate_installed()
+  experiment.validate_tasks()
   if experiment.tracker is not None:
     experiment.tracker.validate_installed()
   jax_setup.prepare(experiment.placement)

@@ -314,15 +314,20 @@ class Experiment:
     """Raises ValueError when a package is missing where it is needed.
 
     These are packages of engines, and of environments that would import theirs
-    in each episode, which would end in a fault. With these there, it also
-    refuses a source whose first task is not named for it.
+    in each episode, which would end in a fault.
     """
     checks.validate_installed(self.environment)
-    for source in self.sources:
-      prompts.check_id(source.task(0, "train"), source.name)
     self.placement.validate_installed()
     for python in {pool.python for pool in self.placement.pools}:
       self.engine.validate_installed(python)
+
+  def validate_tasks(self) -> None:
+    """Raises ValueError for a source whose first task is not named for it.
+
+    Needs the data of the tasks, which a trained policy is used without.
+    """
+    for source in self.sources:
+      prompts.check_id(source.task(0, "train"), source.name)
 
   def _validate_experts(self) -> None:
     recorded = getattr(self.engine, "record_experts", False)

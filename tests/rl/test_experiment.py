@@ -580,7 +580,7 @@ def test_a_source_whose_tasks_are_not_named_for_it_is_refused(experiment):
   )
   tree = dataclasses.replace(experiment, environment=renamed)
   with pytest.raises(ValueError, match=r"mine\+counting made task mine/"):
-    tree.validate_installed()
+    tree.validate_tasks()
 
 
 _APART = placement.Placement(
