@@ -325,11 +325,15 @@ def of_batch(
 def _uncertain(
   share: float, entropy: Float[Array, "B L"], sampled: Bool[Array, "B L"]
 ) -> Bool[Array, "B L"]:
-  """Returns a mask of the share of the sampled tokens with most entropy."""
+  """Returns a mask of the share of the sampled tokens with most entropy.
+
+  Of equal ones the first count as higher, so that no more are chosen.
+  """
   found = jnp.where(sampled, jax.lax.stop_gradient(entropy), -jnp.inf)
   num_kept = jnp.maximum(jnp.round(share * sampled.sum()).astype(jnp.int32), 1)
-  least = jnp.sort(found, axis=None)[found.size - num_kept]
-  return sampled & (found >= least)
+  order = jnp.argsort(found, axis=None, descending=True)
+  ranks = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+  return sampled & (ranks.reshape(found.shape) < num_kept)
 
 
 def _aggregate(

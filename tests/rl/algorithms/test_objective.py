@@ -72,14 +72,14 @@ def whole(loss: Any, correction: Any) -> objective.Objective:
 
 
 def every() -> list[objective.Objective]:
-  """All losses, each with another correction; aggregates go round.
+  """All losses; aggregates and corrections go round.
 
   A loss knows neither: what it says of a token is weighed and then summed.
   """
   parts = zip(
     packed_rows.LOSSES,
     itertools.cycle(packed_rows.AGGREGATES),
-    packed_rows.CORRECTIONS,
+    itertools.cycle(packed_rows.CORRECTIONS),
     strict=False,
   )
   return [
@@ -308,14 +308,16 @@ def test_the_entropy_bonus_counts_where_its_weight_says_so():
 
 
 @pytest.mark.parametrize(
-  ("share", "kept"),
+  ("share", "entropy", "kept"),
   [
-    (0.34, [[1, 0], [0, 0]]),
-    (0.67, [[1, 0], [0, 1]]),
-    (0.01, [[1, 0], [0, 0]]),
+    (0.34, [[0.9, 0.1], [math.nan, 0.5]], [[1, 0], [0, 0]]),
+    (0.67, [[0.9, 0.1], [math.nan, 0.5]], [[1, 0], [0, 1]]),
+    (0.01, [[0.9, 0.1], [math.nan, 0.5]], [[1, 0], [0, 0]]),
+    # Members of a group all begin in the same state.
+    (0.34, [[0.5, 0.5], [math.nan, 0.5]], [[1, 0], [0, 0]]),
   ],
 )
-def test_the_loss_counts_where_the_policy_is_least_sure(share, kept):
+def test_the_loss_counts_where_the_policy_is_least_sure(share, entropy, kept):
   what = dataclasses.replace(
     PLAIN,
     loss=losses.Reinforce(aggregate=loss_aggregation.TokenMean()),
@@ -324,10 +326,9 @@ def test_the_loss_counts_where_the_policy_is_least_sure(share, kept):
   data = alike(old=-1.0, behaviour=-1.0, advantages=2.0)
   # One token of the four is context: there the entropy may be anything.
   data = data._replace(sampled=jnp.array([[True, True], [False, True]]))
-  entropy = jnp.array([[0.9, 0.1], [jnp.nan, 0.5]])
 
   def total(logprobs):
-    scored = objective.Scored(logprobs, entropy, None, None)
+    scored = objective.Scored(logprobs, jnp.array(entropy), None, None)
     return objective.of_batch(what, scored, data, num_lags=1)
 
   slope, sums = jax.jit(jax.grad(total, has_aux=True))(jnp.full((2, 2), -1.0))
