@@ -60,6 +60,7 @@ LOSSES = {
     losses.ClippedSurrogate(),
     losses.Gspo(),
     losses.GspoToken(),
+    losses.Gmpo(),
     losses.Cispo(),
     losses.Reinforce(),
     losses.Aipo(),

@@ -73,6 +73,7 @@ ONE_IMPORTER = {"sgl_jax": "rl.engine.sglang"}
 NAMED_BY_PAPERS = {
   "Cispo",
   "DrGrpo",
+  "Gmpo",
   "Grpo",
   "Gspo",
   "Reinforce",

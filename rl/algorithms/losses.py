@@ -169,6 +169,40 @@ class GspoToken(Gspo):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Gmpo:
+  """-g A: g is the geometric mean of the ratios of a trajectory.
+
+  A ratio counts as e^(clip(log r)) where that makes r A smaller: tokens are
+  clipped one by one, before the mean, where `Gspo` clips the mean. A is the
+  mean over the trajectory, should its tokens differ. A correction that weighs
+  by token weighs g by their mean; verl's by their geometric mean.
+  Bias: 9 % at lag 1, 86 % at lag 4, 50 % mixed.
+
+  Attributes:
+    clip_low, clip_high: log r stays in [-clip_low, clip_high], in nats.
+
+  Source: GMPO, arXiv 2507.20673, eq. 4 and algorithm 1; the bounds: section 3.
+  """
+
+  clip_low: float = 0.4
+  clip_high: float = 0.4
+  aggregate: loss_aggregation.Aggregate = loss_aggregation.SequenceMean()
+  own_weight = False
+  has_ratio = True
+
+  validate = checks.fields((checks.at_least, 0, "clip_low", "clip_high"))
+
+  def __call__(self, row: packed_row.Row) -> Terms:
+    """Returns the loss; clipped are tokens without a gradient."""
+    gain = packed_row.means(row.advantages, row)
+    ratio = _log_ratio(row)
+    bounded = jnp.clip(ratio, -self.clip_low, self.clip_high)
+    clipped = bounded * jnp.sign(gain) < ratio * jnp.sign(gain)
+    mean = packed_row.means(jnp.where(clipped, bounded, ratio), row)
+    return Terms(-packed_row.bounded_exp(mean) * gain, clipped)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cispo:
   """-sg(clip(r)) A log pi: every token keeps a gradient, of bounded weight.
 

@@ -134,6 +134,17 @@ class Gspo(algorithm.Algorithm):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Gmpo(algorithm.Algorithm):
+  """GRPO with the geometric mean of an answer's ratios.
+
+  Source: arXiv 2507.20673, eq. 4.
+  """
+
+  loss: losses.Loss = losses.Gmpo()
+  short_name = "gmpo"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cispo(algorithm.Algorithm):
   """Clipped importance weights on the plain policy gradient.
 
@@ -181,6 +192,7 @@ Named = (
   | ReinforcePlusPlus
   | Ppo
   | Gspo
+  | Gmpo
   | Cispo
   | Gigpo
   | Distill

@@ -14,6 +14,7 @@ _ESTIMATES = {
   "Reinforce": "REINFORCE, uncorrected",
   "ClippedSurrogate": "clipped ratio",
   "Gspo": "GSPO",
+  "Gmpo": "GMPO",
   "GeometricRejection": "geometric rejection, 0.999 to 1.001",
 }
 

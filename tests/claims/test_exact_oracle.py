@@ -51,6 +51,7 @@ LOSSES = [
   losses.ClippedSurrogate(dual_clip=3.0),
   losses.Gspo(),
   losses.GspoToken(),
+  losses.Gmpo(),
   losses.Cispo(),
   losses.Reinforce(),
   losses.Sapo(),

@@ -16,6 +16,7 @@ LOSSES = [
   losses.ClippedSurrogate(dual_clip=3.0),
   losses.Gspo(clip_low=0.2, clip_high=0.3),
   losses.GspoToken(clip_low=0.2, clip_high=0.3),
+  losses.Gmpo(clip_low=0.2, clip_high=0.3),
   losses.Cispo(clip_low=0.3, clip_high=0.5),
   losses.Cispo(),
   losses.Reinforce(),

@@ -159,6 +159,23 @@ def test_gspo_token_is_gspo_where_advantages_are_equal(wrap, seed):
 
 
 @WRAPS
+def test_gmpo_clips_tokens_before_it_takes_their_mean(wrap):
+  # log r is 0.5 and -1. Where A = 1 the first counts as 0.4, g = exp(-0.3);
+  # where A = -2 the second counts as -0.4, g = exp(0.05). A token that is not
+  # clipped has half the gradient of each of two losses.
+  row = make(
+    [-0.5, -3, -0.5, -3],
+    old=[-1, -2, -1, -2],
+    advantages=[1, 1, -2, -2],
+    segments=[1, 1, 2, 2],
+  )
+  good, bad = math.exp(-0.3), 2 * math.exp(0.05)
+  values, gradient = [-good, -good, bad, bad], [0, -good, bad, 0]
+  clipped = [True, False, False, True]
+  _check(wrap, losses.Gmpo(), row, values, gradient, clipped)
+
+
+@WRAPS
 def test_cispo_keeps_the_gradient_of_tokens_beyond_the_bounds(wrap):
   # Log-probabilities log(2) - 1 and log(0.1) - 2; weights 1.5 and 0.1, for
   # without clip_low nothing bounds it below. The gradient is -weight * A.
@@ -314,6 +331,7 @@ def test_rows_over_eight_devices_give_the_gradient_of_one():
     (lambda: losses.ClippedSurrogate(dual_clip=1.0), "dual_clip=1.0"),
     (lambda: losses.Gspo(clip_low=-1e-4), "gspo.clip_low=-0.0001"),
     (lambda: losses.GspoToken(clip_high=-1.0), "gspo_token.*clip_high=-1.0"),
+    (lambda: losses.Gmpo(clip_low=-0.1), "gmpo.clip_low=-0.1"),
     (lambda: losses.Cispo(clip_high=-1.0), "cispo.*clip_high=-1.0"),
     (lambda: losses.Cispo(clip_low=2.0), "cispo.clip_low=2.0"),
     (lambda: losses.Aipo(cap=0.5), "cap=0.5"),
@@ -365,6 +383,10 @@ def _expected(loss, pi, old, mu, a):
       return np.full(len(r), _surrogate(s, a.mean(), low, high))
     case losses.GspoToken(clip_low=low, clip_high=high):
       return _surrogate(np.prod(r) ** (1 / len(r)), a, low, high)
+    case losses.Gmpo(clip_low=low, clip_high=high):
+      a, bounded = a.mean(), np.clip(r, math.exp(-low), math.exp(high))
+      terms = np.abs(np.minimum(r * a, bounded * a))
+      return np.full(len(r), -np.sign(a) * np.prod(terms) ** (1 / len(r)))
     case losses.Cispo(clip_low=low, clip_high=high):
       least = -math.inf if low is None else 1 - low
       return -np.clip(r, least, 1 + high) * a * pi

@@ -215,6 +215,9 @@ VALUES = {
   "gspo": parts(
     losses.Gspo(clip_low=3e-4, clip_high=4e-4, aggregate=SEQUENCES), GRPO
   ),
+  "gmpo": parts(
+    losses.Gmpo(clip_low=0.4, clip_high=0.4, aggregate=SEQUENCES), GRPO
+  ),
   "cispo": parts(
     losses.Cispo(clip_low=None, clip_high=4.0, aggregate=TOKENS), GRPO
   ),
