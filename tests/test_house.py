@@ -72,10 +72,12 @@ ONE_IMPORTER = {"sgl_jax": "rl.engine.sglang"}
 # A preset is named like the estimator or the loss that its paper is known for.
 NAMED_BY_PAPERS = {
   "Cispo",
+  "ClipCov",
   "DrGrpo",
   "Gmpo",
   "Grpo",
   "Gspo",
+  "KlCov",
   "Reinforce",
   "ReinforcePlusPlus",
   "Rloo",

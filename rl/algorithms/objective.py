@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 from models.moe import layer as moe_layer
 from rl.algorithms import corrections as corrections_lib
 from rl.algorithms import kl as kl_lib
-from rl.algorithms import losses, packed_row, preference_loss
+from rl.algorithms import losses, packed_row, preference_loss, token_selection
 from rl.algorithms import value_loss as value_loss_lib
 from rl.data import batch as batch_lib
 from rl.settings import checks
@@ -41,6 +41,8 @@ class Objective:
     top_entropy_share: share of the tokens of each micro-batch, those with the
       highest entropy, whose loss of the policy counts; the others stay in its
       divisor. "Beyond the 80/20 rule", arXiv 2506.01939, has 0.2 (eq. 5).
+    covariance: keeps the entropy up at the tokens of each micro-batch that cost
+      most of it; None treats all alike.
     balance_weight: weight of the router's load-balance loss. It is not linear
       over micro-batches: each balances its own tokens.
     z_weight: weight of the router's z-loss; 0.001 in its source, ST-MoE, arXiv
@@ -54,6 +56,7 @@ class Objective:
   entropy_bonus: float = 0.0
   entropy_on_zero_variance: bool = False
   top_entropy_share: float = 1.0
+  covariance: token_selection.ClipCov | token_selection.KlCov | None = None
   balance_weight: float = 0.01
   z_weight: float = 0.0
 
@@ -127,6 +130,7 @@ class ObjectiveSums(NamedTuple):
     lag_tokens, lag_kl: tokens by how many versions they are late, and
       KL(behaviour, policy) of each as k3 has it; the last entry is of all that
       are later.
+    covariance: None unless tokens are selected by it.
     kl: to the reference, by the penalty's estimator, without its weight; of
       late tokens as it weighs them.
     critic: without the weight of its loss; None without one.
@@ -146,6 +150,7 @@ class ObjectiveSums(NamedTuple):
   lag_tokens: Float[Array, " K"]
   lag_kl: Float[Array, " K"]
   correction: CorrectionSums | None
+  covariance: token_selection.CovarianceSums | None
   kl: Float[Array, ""] | None
   critic: value_loss_lib.ValueSums | None
   margin: Float[Array, ""] | None
@@ -165,6 +170,9 @@ def zero(
   correction = None
   if objective.correction is not None:
     correction = CorrectionSums._make([scalar] * len(CorrectionSums._fields))
+  covariance = None
+  if objective.covariance is not None:
+    covariance = token_selection.CovarianceSums(scalar, scalar)
   router = None
   if num_experts:
     sizes = {"load": num_experts}
@@ -183,6 +191,7 @@ def zero(
     lag_tokens=lags,
     lag_kl=lags,
     correction=correction,
+    covariance=covariance,
     kl=None if objective.loss_kl is None else scalar,
     critic=value_loss_lib.zero() if critic else None,
     margin=scalar if paired else None,
@@ -233,6 +242,9 @@ def metrics(sums: ObjectiveSums, divisor: Float[Array, ""]) -> dict[str, Array]:
       "correction/truncated": weights.truncated / tokens,
       "correction/masked": weights.masked / tokens,
     }
+  if sums.covariance is not None:
+    found["covariance"] = sums.covariance.covariance / tokens
+    found["covariance/selected"] = sums.covariance.selected / tokens
   if sums.critic is not None:
     found |= value_loss_lib.metrics(sums.critic)
   if sums.router is not None:
@@ -268,10 +280,14 @@ def of_batch(
     sampled=sampled,
     segments=placed.segments,
   )
-  terms = jax.vmap(objective.loss)(rows)
+  terms, covariance = jax.vmap(objective.loss)(rows), None
+  if objective.covariance is not None and isinstance(terms, losses.Terms):
+    terms, covariance = objective.covariance(terms, rows)
   weighed, correction = _corrected(objective, terms.loss, rows)
   if objective.top_entropy_share < 1:
-    which = _uncertain(objective.top_entropy_share, scored.entropy, sampled)
+    which = token_selection.highest(
+      objective.top_entropy_share, scored.entropy, sampled
+    )
     weighed = jnp.where(which, weighed, 0.0)
   loss, count = _aggregate(objective, weighed, rows)
   entropy = jnp.where(sampled, scored.entropy, 0.0)
@@ -307,6 +323,7 @@ def of_batch(
     ratio_squared=jnp.square(ratio).sum(),
     **_by_lag(gap, batch, num_lags),
     correction=correction,
+    covariance=covariance,
     kl=None if kl is None else kl.sum(),
     critic=critic,
     margin=margin,
@@ -320,20 +337,6 @@ def of_batch(
   total += objective.z_weight * router.z_loss
   router = router._replace(dropped=scored.aux.dropped)
   return total, sums._replace(router=router)
-
-
-def _uncertain(
-  share: float, entropy: Float[Array, "B L"], sampled: Bool[Array, "B L"]
-) -> Bool[Array, "B L"]:
-  """Returns a mask of the share of the sampled tokens with most entropy.
-
-  Of equal ones the first count as higher, so that no more are chosen.
-  """
-  found = jnp.where(sampled, jax.lax.stop_gradient(entropy), -jnp.inf)
-  num_kept = jnp.maximum(jnp.round(share * sampled.sum()).astype(jnp.int32), 1)
-  order = jnp.argsort(found, axis=None, descending=True)
-  ranks = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-  return sampled & (ranks.reshape(found.shape) < num_kept)
 
 
 def _aggregate(

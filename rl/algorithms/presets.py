@@ -9,6 +9,7 @@ from the paper; any of its parts may be replaced.
 """
 
 import dataclasses
+import math
 
 from rl.algorithms import (
   advantages,
@@ -18,6 +19,7 @@ from rl.algorithms import (
   losses,
   references,
   token_advantages,
+  token_selection,
 )
 from rl.algorithms import kl as kl_lib
 
@@ -145,6 +147,46 @@ class Gmpo(algorithm.Algorithm):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ClipCov(algorithm.Algorithm):
+  """GRPO that leaves out a few of the tokens that cost most entropy.
+
+  Tokens are averaged, ratios clip beyond 2 alone, and groups that teach nothing
+  are replaced, as in the authors' script.
+
+  Source: arXiv 2505.22617, section 4.
+  """
+
+  loss: losses.Loss = losses.ClippedSurrogate(clip_low=1.0, clip_high=1.0)
+  covariance: token_selection.ClipCov | token_selection.KlCov | None = (
+    token_selection.ClipCov()
+  )
+  dynamic_sampling: group_filters.DynamicSampling | None = (
+    group_filters.DynamicSampling()
+  )
+  short_name = "clip_cov"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KlCov(algorithm.Algorithm):
+  """GRPO that holds the tokens that cost most entropy near the old policy.
+
+  Tokens are averaged, nothing is clipped, and groups that teach nothing are
+  replaced. The share is that of the paper's model of 32B.
+
+  Source: arXiv 2505.22617, section 4.
+  """
+
+  loss: losses.Loss = losses.ClippedSurrogate(clip_low=1.0, clip_high=math.inf)
+  covariance: token_selection.ClipCov | token_selection.KlCov | None = (
+    token_selection.KlCov()
+  )
+  dynamic_sampling: group_filters.DynamicSampling | None = (
+    group_filters.DynamicSampling()
+  )
+  short_name = "kl_cov"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cispo(algorithm.Algorithm):
   """Clipped importance weights on the plain policy gradient.
 
@@ -193,6 +235,8 @@ Named = (
   | Ppo
   | Gspo
   | Gmpo
+  | ClipCov
+  | KlCov
   | Cispo
   | Gigpo
   | Distill

@@ -11,7 +11,13 @@ from launch.report import metric_docs
 from launch.run import local
 from models import config as model_config
 from rl import experiment
-from rl.algorithms import corrections, kl, presets, references
+from rl.algorithms import (
+  corrections,
+  kl,
+  presets,
+  references,
+  token_selection,
+)
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import affinity, hand_over, placement, routing_table
 from rl.rollout import group_rollout
@@ -85,6 +91,7 @@ EVERYTHING = experiment.Experiment(
     kl=kl.KlPenalty(weight=0.1),
     reference=references.Initial(),
     correction=corrections.TokenTruncated(),
+    covariance=token_selection.KlCov(),
   ),
   evaluation=experiment.Evaluation(episodes=4),
   rounds=3,

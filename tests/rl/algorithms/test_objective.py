@@ -23,6 +23,7 @@ from rl.algorithms import (
   loss_aggregation,
   losses,
   objective,
+  token_selection,
   value_loss,
 )
 from rl.data import batch
@@ -223,6 +224,32 @@ def test_nothing_that_stands_in_padding_leaks(number):
     jax.tree.map(np.testing.assert_array_equal, found, expected(number))
     # The last entry is what the model says of padding.
     assert all(part[-1] == 0 for part in found[0])
+
+
+CLIP_COV = token_selection.ClipCov(share=0.1, low=0.1)
+KL_COV = token_selection.KlCov(share=0.1)
+
+
+@pytest.mark.parametrize(
+  ("covariance", "layout"),
+  [(CLIP_COV, "mesh"), (KL_COV, "mesh"), (KL_COV, "shared")],
+)
+def test_the_covariance_is_that_of_a_micro_batch_however_it_lies(
+  covariance, layout
+):
+  what = whole(losses.ClippedSurrogate(), corrections.TokenTruncated())
+  what = dataclasses.replace(what, covariance=covariance)
+  wanted = summed(what, packed(), say(0.0), as_is)
+  if layout == "mesh":
+    assert_same(summed(what, packed(), say(0.0), on_mesh()), wanted)
+  else:
+    assert_same(summed(what, layouts()[layout], say(0.0), as_is), wanted)
+  _, sums = wanted
+  assert sums.covariance.selected == round(0.1 * NUM_TOKENS)
+  found = metrics(jax.tree.map(jnp.asarray, sums))
+  mean = sums.covariance.covariance / NUM_TOKENS
+  assert found["covariance"] == pytest.approx(mean)
+  assert found["covariance/selected"] == pytest.approx(0.1, abs=0.01)
 
 
 # Every part of it.
@@ -485,7 +512,10 @@ def test_of_weights_that_are_all_0_there_is_no_sample_size():
 
 def test_sums_of_nothing_are_those_of_a_batch_of_padding():
   what = dataclasses.replace(
-    PLAIN, correction=corrections.TokenTruncated(), kl=kl.KlPenalty()
+    PLAIN,
+    correction=corrections.TokenTruncated(),
+    covariance=KL_COV,
+    kl=kl.KlPenalty(),
   )
   data = {"behaviour": [0.0], "sampled": [False]}
   data |= {name: [0.0] for name in ("reference", "values", "returns")}

@@ -28,6 +28,7 @@ from rl.algorithms import (
   presets,
   references,
   token_advantages,
+  token_selection,
   value_loss,
 )
 from rl.audit import checker, event_log, token_ledger
@@ -161,6 +162,7 @@ def parts(loss, advantage, **others):
     "epochs": 1,
     "mask_truncated": False,
     "top_entropy_share": 1.0,
+    "covariance": None,
     "value": value_loss.ValueLoss(weight=0.5, clip=0.2, through_body=True),
     "entropy_bonus": 0.0,
     "entropy_on_zero_variance": False,
@@ -170,9 +172,9 @@ def parts(loss, advantage, **others):
   }
 
 
-def surrogate(clip_high, aggregate):
+def surrogate(clip_high, aggregate, clip_low=0.2):
   return losses.ClippedSurrogate(
-    clip_low=0.2, clip_high=clip_high, dual_clip=None, aggregate=aggregate
+    clip_low=clip_low, clip_high=clip_high, dual_clip=None, aggregate=aggregate
   )
 
 
@@ -186,17 +188,12 @@ TOKENS, SEQUENCES = (
 )
 SUM = loss_aggregation.Constant(length=1.0)
 GRPO = advantages.Grpo(ddof=1, eps=1e-6)
+REPLACED = group_filters.DynamicSampling(max_refills=4, min_spread=0.0)
 VALUES = {
   "free": parts(surrogate(0.28, TOKENS), GRPO),
   "grpo": parts(surrogate(0.2, SEQUENCES), GRPO),
   "dr_grpo": parts(surrogate(0.2, SUM), advantages.DrGrpo()),
-  "dapo": parts(
-    surrogate(0.28, TOKENS),
-    GRPO,
-    dynamic_sampling=group_filters.DynamicSampling(
-      max_refills=4, min_spread=0.0
-    ),
-  ),
+  "dapo": parts(surrogate(0.28, TOKENS), GRPO, dynamic_sampling=REPLACED),
   "rloo": parts(
     losses.Reinforce(aggregate=SUM), advantages.Rloo(others="group")
   ),
@@ -217,6 +214,18 @@ VALUES = {
   ),
   "gmpo": parts(
     losses.Gmpo(clip_low=0.4, clip_high=0.4, aggregate=SEQUENCES), GRPO
+  ),
+  "clip_cov": parts(
+    surrogate(1.0, TOKENS, clip_low=1.0),
+    GRPO,
+    covariance=token_selection.ClipCov(share=2e-4, low=1.0, high=5.0),
+    dynamic_sampling=REPLACED,
+  ),
+  "kl_cov": parts(
+    surrogate(math.inf, TOKENS, clip_low=1.0),
+    GRPO,
+    covariance=token_selection.KlCov(share=2e-4, weight=1.0),
+    dynamic_sampling=REPLACED,
   ),
   "cispo": parts(
     losses.Cispo(clip_low=None, clip_high=4.0, aggregate=TOKENS), GRPO
