@@ -66,6 +66,7 @@ def of_trl() -> dict[str, Any]:
   import transformers
   from datasets import Dataset
   from trl import GRPOConfig, GRPOTrainer
+  from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
   given = batch()
   old, reference = (torch.tensor(given[k]) for k in ("old", "reference"))
@@ -79,13 +80,13 @@ def of_trl() -> dict[str, Any]:
     transformers.AutoConfig.from_pretrained(tiny)
   ).save_pretrained(place)
 
-  def trainer(**settings):
-    return GRPOTrainer(
+  def trainer(kind=GRPOTrainer, config=GRPOConfig, **settings):
+    return kind(
       model=place,
       processing_class=tokenizer,
       reward_funcs=lambda completions, **_: list(_REWARDS),
       train_dataset=Dataset.from_list([{"prompt": "a"}] * 8),
-      args=GRPOConfig(
+      args=config(
         output_dir=place,
         per_device_train_batch_size=len(_LENGTHS),
         num_generations=_GROUP,
@@ -156,6 +157,9 @@ def of_trl() -> dict[str, Any]:
         epsilon=3e-4,
         epsilon_high=4e-4,
       ),
+      "gmpo": loss(
+        kind=GMPOTrainer, config=GMPOConfig, epsilon=0.4, epsilon_high=0.3
+      ),
     },
   }
 
@@ -164,7 +168,7 @@ def of_verl() -> dict[str, Any]:
   """Returns what `core_algos` makes of the batch, for its losses and modes."""
   import torch
   from verl.trainer.ppo import core_algos
-  from verl.workers.config import ActorConfig
+  from verl.workers.config import ActorConfig, PolicyLossConfig
 
   given = batch()
   mask = torch.tensor(given["mask"]).float()
@@ -227,6 +231,25 @@ def of_verl() -> dict[str, Any]:
       "rollout_is": loss("token-mean", weights=truncated),
       "gspo": loss(
         "seq-mean-token-mean", "gspo", clip_ratio_low=low, clip_ratio_high=high
+      ),
+      "geo_mean": loss(
+        "seq-mean-token-mean",
+        "geo_mean",
+        clip_ratio_low=0.4,
+        clip_ratio_high=0.3,
+      ),
+      # As many as there are between the bounds, so that chance has no say.
+      "clip_cov": loss(
+        "token-mean",
+        "clip_cov",
+        policy_loss=PolicyLossConfig(
+          clip_cov_ratio=1.0, clip_cov_lb=0.3, clip_cov_ub=1.0
+        ),
+      ),
+      "kl_cov": loss(
+        "token-mean",
+        "kl_cov",
+        policy_loss=PolicyLossConfig(kl_cov_ratio=0.25, ppo_kl_coef=0.1),
       ),
       "cispo": loss(
         "token-mean", "cispo", clip_ratio_low=0.2, clip_ratio_high=0.28

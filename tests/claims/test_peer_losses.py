@@ -21,6 +21,7 @@ from rl.algorithms import (
   kl,
   loss_aggregation,
   losses,
+  token_selection,
 )
 from tests.helpers import packed_rows, played_members
 
@@ -51,7 +52,8 @@ def _kl(
 
 _LONGEST = loss_aggregation.Constant(length=float(_BATCH["longest"]))
 _PADDED = loss_aggregation.Constant(length=float(_BATCH["mask"].shape[1]))
-_Part = losses.Loss | kl.KlPenalty | corrections.Correction
+_Cov = token_selection.ClipCov | token_selection.KlCov
+_Part = losses.Loss | kl.KlPenalty | corrections.Correction | _Cov
 _OURS: dict[str, dict[str, tuple[_Part, ...]]] = {
   "trl": {
     "grpo": (_clipped(_SEQUENCES),),
@@ -68,6 +70,7 @@ _OURS: dict[str, dict[str, tuple[_Part, ...]]] = {
     ),
     "not use_bias_correction_kl": (_clipped(), _kl("k3")),
     "sequence": (losses.Gspo(),),
+    "gmpo": (losses.Gmpo(clip_low=0.4, clip_high=0.3),),
   },
   "verl": {
     "token-mean": (_clipped(dual_clip=3.0),),
@@ -82,6 +85,15 @@ _OURS: dict[str, dict[str, tuple[_Part, ...]]] = {
       corrections.TokenTruncated(cap=2.0),
     ),
     "gspo": (losses.Gspo(),),
+    "geo_mean": (losses.Gmpo(clip_low=0.4, clip_high=0.3),),
+    "clip_cov": (
+      _clipped(),
+      token_selection.ClipCov(share=1.0, low=0.3, high=1.0),
+    ),
+    "kl_cov": (
+      losses.ClippedSurrogate(clip_low=1.0, clip_high=math.inf),
+      token_selection.KlCov(share=0.25, weight=0.1),
+    ),
     "cispo": (losses.Cispo(clip_low=0.2, clip_high=0.28),),
   },
   "tunix": {
@@ -130,7 +142,13 @@ def _loss(peer: str, parts: tuple[_Part, ...]) -> Any:
   def total(logprobs):
     now = row._replace(logprobs=logprobs)
     (loss,) = (x for x in parts if isinstance(x, losses.Loss))
-    tokens = loss(now).loss
+    terms = loss(now)
+    for part in parts:
+      if isinstance(part, _Cov):
+        rows, terms = (jax.tree.map(lambda x: x[None], x) for x in (now, terms))
+        terms, _ = part(terms, rows)
+        terms = jax.tree.map(lambda x: x[0], terms)
+    tokens = terms.loss
     for part in parts:
       if isinstance(part, corrections.Correction):
         tokens = tokens * part(now).weights
