@@ -29,7 +29,8 @@ class Grpo(algorithm.Algorithm):
   """Group-relative advantages over their deviation, clipped ratios.
 
   The paper's KL, which needs a second copy of the weights, is left out:
-  `kl=kl.KlPenalty(estimator="k3", weight=0.04)` with `reference=initial`.
+  `kl=kl.KlPenalty(estimator="k3", weight=0.04, late=None)` with
+  `reference=initial`.
 
   Source: arXiv 2402.03300, eq. 3.
   """
