@@ -65,6 +65,7 @@ LOSSES = {
     losses.Reinforce(),
     losses.Aipo(),
     losses.Topr(),
+    losses.Vespo(),
     losses.Sapo(),
   )
 }

@@ -136,7 +136,7 @@ def of_trl() -> dict[str, Any]:
     value.backward()
     return _kept(value, logprobs.grad)
 
-  kinds = "grpo", "bnpo", "dr_grpo", "dapo", "sapo"
+  kinds = "grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo"
   return {
     "advantages": {
       "group": scaled.tolist(),
@@ -153,6 +153,12 @@ def of_trl() -> dict[str, Any]:
       ),
       "sequence": loss(
         loss_type="grpo",
+        importance_sampling_level="sequence",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+      ),
+      "luspo": loss(
+        loss_type="luspo",
         importance_sampling_level="sequence",
         epsilon=3e-4,
         epsilon_high=4e-4,
@@ -238,6 +244,7 @@ def of_verl() -> dict[str, Any]:
         clip_ratio_low=0.4,
         clip_ratio_high=0.3,
       ),
+      "gpg": loss("token-mean", "gpg"),
       # As many as there are between the bounds, so that chance has no say.
       "clip_cov": loss(
         "token-mean",

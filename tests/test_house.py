@@ -81,6 +81,7 @@ NAMED_BY_PAPERS = {
   "Reinforce",
   "ReinforcePlusPlus",
   "Rloo",
+  "Vespo",
 }
 QUESTION = re.compile(
   r"(What|Who|Whose|Whom|Which|How|Where|When|Whether|Why)\b"

@@ -199,6 +199,17 @@ class Cispo(algorithm.Algorithm):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Vespo(algorithm.Algorithm):
+  """Whole answers weighed by a smooth function of their importance weight.
+
+  Source: arXiv 2602.10693, section 3.
+  """
+
+  loss: losses.Loss = losses.Vespo()
+  short_name = "vespo"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gigpo(algorithm.Algorithm):
   """Credit for turns, from members of a group that saw the same.
 
@@ -239,6 +250,7 @@ Named = (
   | ClipCov
   | KlCov
   | Cispo
+  | Vespo
   | Gigpo
   | Distill
   | algorithm.Algorithm

@@ -79,7 +79,7 @@ class KlCov:
 
   These are the tokens with the highest covariance. The paper's penalty is the
   KL of old and pi, of which its listing 1 takes this estimate: the gradient is
-  of full size however little a token has moved, and 0 where it has not. It is
+  of full size however little a token has moved, be it by rounding. It is
   aggregated and corrected as the loss that it is added to; the paper's clips
   nothing: `ClippedSurrogate(clip_low=1.0, clip_high=inf)`.
 

@@ -57,6 +57,7 @@ LOSSES = [
   losses.Sapo(),
   losses.Aipo(),
   losses.Topr(),
+  losses.Vespo(),
 ]
 CORRECTIONS = [
   corrections.TokenTruncated(),

@@ -70,6 +70,8 @@ _OURS: dict[str, dict[str, tuple[_Part, ...]]] = {
     ),
     "not use_bias_correction_kl": (_clipped(), _kl("k3")),
     "sequence": (losses.Gspo(),),
+    "vespo": (losses.Vespo(),),
+    "luspo": (losses.Gspo(aggregate=_SUMS),),
     "gmpo": (losses.Gmpo(clip_low=0.4, clip_high=0.3),),
   },
   "verl": {
@@ -86,6 +88,7 @@ _OURS: dict[str, dict[str, tuple[_Part, ...]]] = {
     ),
     "gspo": (losses.Gspo(),),
     "geo_mean": (losses.Gmpo(clip_low=0.4, clip_high=0.3),),
+    "gpg": (losses.Reinforce(aggregate=_TOKENS),),
     "clip_cov": (
       _clipped(),
       token_selection.ClipCov(share=1.0, low=0.3, high=1.0),

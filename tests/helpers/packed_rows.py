@@ -22,6 +22,7 @@ LOSSES = [
   losses.Reinforce(),
   losses.Aipo(cap=2.0),
   losses.Topr(),
+  losses.Vespo(),
   losses.Sapo(),
   losses.NegativeLogLikelihood(),
 ]

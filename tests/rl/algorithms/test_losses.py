@@ -224,6 +224,22 @@ def test_topr_tapers_whole_trajectories_of_bad_tokens_alone(wrap):
 
 
 @WRAPS
+def test_vespo_fades_by_the_ratio_of_a_trajectory(wrap):
+  # Trajectory 1: product of pi / mu = 2 * 0.25 = 0.5, A = 1: 0.5^2 e^(3 / 2) =
+  # 1.120422. Trajectory 2: 4 * 0.5 = 2, A = -1: 2^3 e^-2 = 1.082682.
+  row = make(
+    np.log([0.2, 0.1, 0.4, 0.2]),
+    old=-9.0,
+    behaviour=np.log([0.1, 0.4, 0.1, 0.4]),
+    advantages=[1, 1, -1, -1],
+    segments=[1, 1, 2, 2],
+  )
+  gradient = np.array([-1.120422, -1.120422, 1.082682, 1.082682])
+  values = gradient * np.asarray(row.logprobs)
+  _check(wrap, losses.Vespo(), row, values, gradient)
+
+
+@WRAPS
 def test_sapo_fades_softly_on_both_sides(wrap):
   # sigmoid(1) = 0.731059 and its slope 0.196612: at ratio 2 and tau 1 the loss
   # is -4 * 0.731059, the gradient -4 * 0.196612 * 2. At ratio 0.5 and tau 2,
@@ -336,6 +352,7 @@ def test_rows_over_eight_devices_give_the_gradient_of_one():
     (lambda: losses.Cispo(clip_low=2.0), "cispo.clip_low=2.0"),
     (lambda: losses.Aipo(cap=0.5), "cap=0.5"),
     (lambda: losses.Aipo(cap=math.nan), "cap=nan"),
+    (lambda: losses.Vespo(k_negative=-1.0), "vespo.k_negative=-1.0"),
     (lambda: losses.Sapo(tau_positive=0.0), "tau_positive=0.0"),
     (lambda: losses.Sapo(tau_negative=math.inf), "tau_negative=inf"),
   ],
@@ -354,7 +371,7 @@ def test_settings_as_they_stand_are_accepted(loss):
 
 def test_those_that_weigh_by_the_sampling_policy_say_so():
   found = {type(x) for x in packed_rows.LOSSES if x.own_weight}
-  assert found == {losses.Aipo, losses.Topr}
+  assert found == {losses.Aipo, losses.Topr, losses.Vespo}
 
 
 def test_those_that_hold_the_policy_against_no_other_say_so():
@@ -396,6 +413,11 @@ def _expected(loss, pi, old, mu, a):
       return -np.minimum(rho, cap) * a * pi
     case losses.Topr():
       return -np.where(a < 0, min(np.prod(rho), 1), 1) * a * pi
+    case losses.Vespo():
+      w, good = np.prod(rho), a > 0
+      k = np.where(good, loss.k_positive, loss.k_negative)
+      decay = np.where(good, loss.lambda_positive, loss.lambda_negative)
+      return -(w**k) * np.exp(decay * (1 - w)) * a * pi
     case losses.Sapo(tau_positive=up, tau_negative=down):
       tau = np.where(a > 0, up, down)
       return -4 / tau / (1 + np.exp(-tau * (r - 1))) * a
@@ -427,7 +449,8 @@ def test_the_gradient_is_that_of_finite_differences(loss):
 
   found = np.asarray(jax.jit(jax.grad(total))(row.logprobs), np.float64)
   weighs_logprobs = isinstance(
-    loss, (losses.Cispo, losses.Reinforce, losses.Aipo, losses.Topr)
+    loss,
+    (losses.Cispo, losses.Reinforce, losses.Aipo, losses.Topr, losses.Vespo),
   )
   for indices, (pi, *rest) in packed_rows.trajectories(row):
     if weighs_logprobs:

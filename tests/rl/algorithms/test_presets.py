@@ -230,6 +230,16 @@ VALUES = {
   "cispo": parts(
     losses.Cispo(clip_low=None, clip_high=4.0, aggregate=TOKENS), GRPO
   ),
+  "vespo": parts(
+    losses.Vespo(
+      k_positive=2.0,
+      k_negative=3.0,
+      lambda_positive=3.0,
+      lambda_negative=2.0,
+      aggregate=TOKENS,
+    ),
+    GRPO,
+  ),
   "gigpo": parts(
     surrogate(0.2, TOKENS),
     token_advantages.StepGroups(
