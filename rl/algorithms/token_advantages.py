@@ -246,8 +246,8 @@ class _Turns(advantages_lib.Estimator):
     raise NotImplementedError
 
   def zero_variance(self, members: _Members) -> bool:
-    """Returns True if no turn of any member did better than another."""
-    return not any(own.any() for own in self.of_turns(members))
+    """Returns True if no token is in a turn that did better than another."""
+    return not any(own.any() for own in self(members).advantages)
 
   def __call__(self, members: _Members) -> advantages_lib.Estimate:
     """Returns each turn's advantage for all of its tokens."""

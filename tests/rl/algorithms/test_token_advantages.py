@@ -284,6 +284,10 @@ def test_turns_of_one_grade_are_flat_only_if_they_earned_alike():
   late = members.played(1.0, [1, 1], earned=[0, 1])
   assert token_advantages.TurnReturns().zero_variance([equal, equal])
   assert not token_advantages.TurnReturns().zero_variance([equal, late])
+  # The turn that did better has no token to train.
+  early = members.played(1.0, [2, 0], earned=[1, 0])
+  idle = members.played(1.0, [2, 0], earned=[0, 1])
+  assert token_advantages.TurnReturns().zero_variance([early, idle])
 
 
 # Of all of them.
