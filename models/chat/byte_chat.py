@@ -65,7 +65,7 @@ class ByteChat:
 
   def decode(self, ids: Sequence[int] | Int32[np.ndarray, " L"]) -> str:
     """Returns the text without control tokens; invalid UTF-8 as U+FFFD."""
-    known = b"".join(map(_text_bytes, np.asarray(ids).tolist()))
+    known = bytes(index for index in np.asarray(ids).tolist() if index < _END)
     return known.decode("utf-8", "replace")
 
   def decoder(self) -> text_decoder.TextDecoder:
