@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 from absl import flags as absl_flags
 from absl.testing import flagsaver
@@ -97,8 +98,12 @@ def launch(module, *arguments, timeout=_END_S) -> Result:
   return Result(process.returncode, output, errors)
 
 
-def run(module, *arguments) -> Result:
-  """Runs a command in this process, which saves the import of jax."""
+def run(module, *arguments, stderr: TextIO | None = None) -> Result:
+  """Runs a command in this process, which saves the import of jax.
+
+  Args:
+    stderr: takes its errors in the place of the result.
+  """
   # Its flags, defined on import, must be there before others are saved.
   importlib.import_module("grain")
   output, errors = io.StringIO(), io.StringIO()
@@ -107,7 +112,7 @@ def run(module, *arguments) -> Result:
     flagsaver.flagsaver(),
     contextlib.chdir(ROOT),
     contextlib.redirect_stdout(output),
-    contextlib.redirect_stderr(errors),
+    contextlib.redirect_stderr(stderr or errors),
   ):
     try:
       spec = importlib.util.find_spec(module)

@@ -43,7 +43,7 @@ def test_a_model_for_a_pod_is_planned_without_one():
 
 @pytest.mark.process
 def test_the_command_prints_both_pools_and_starts_nothing(tmp_path):
-  result = commands.launch(
+  result = commands.run(
     "launch.train",
     f"--config={commands.CONFIG}",
     "--explain",

@@ -64,11 +64,10 @@ def run(tmp_path_factory):
   return directory / "guesses", params
 
 
-@pytest.mark.process
 def test_the_newest_checkpoint_is_written(run, tmp_path):
   directory, params = run
   target = tmp_path / "hf"
-  result = commands.launch(
+  result = commands.run(
     "launch.export", f"--run={directory}", f"--directory={target}"
   )
   assert result.returncode == 0, result.stderr

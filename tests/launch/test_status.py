@@ -1,13 +1,7 @@
 """launch.status groups waits, and tells of runs that no process works on."""
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-
-import pytest
 
 from launch import status
 from launch.cli import flags, workdir
@@ -81,22 +75,6 @@ def test_a_process_that_was_killed_is_told_as_gone(tmp_path):
   assert done.stdout.startswith(
     f"{tmp_path}: its process is gone; the same command goes on\n"
   )
-
-
-@pytest.mark.process
-def test_a_reader_that_is_gone_ends_it_quietly(tmp_path):
-  workdir.claim(tmp_path, flags.load(commands.CONFIG)).close()
-  read, write = os.pipe()
-  os.close(read)
-  with os.fdopen(write, "wb") as gone:
-    done = subprocess.run(
-      [sys.executable, "-m", "launch.status", str(tmp_path)],
-      stdout=gone,
-      stderr=subprocess.PIPE,
-      cwd=commands.ROOT,
-      check=False,
-    )
-  assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_the_settings_of_a_run_are_not_run(tmp_path):

@@ -232,7 +232,7 @@ def test_checkpoints_that_are_all_damaged_end_the_run(finished, tmp_path):
   copy = finished.copy(tmp_path)
   for path in (copy / "checkpoints").iterdir():
     damage(copy, path.name)
-  result = commands.launch(*commands.train(copy))
+  result = commands.run(*commands.train(copy))
   assert result.returncode == 1, result.stdout + result.stderr
   assert "all are damaged: 2, 4" in result.stdout
   assert "to start over" in result.stdout
@@ -363,21 +363,12 @@ def test_a_missing_config_file_names_the_nearest(tmp_path):
 
 
 @pytest.mark.process
-def test_a_platform_that_is_not_there_is_named(tmp_path):
-  settings = TINY | {"placement.platform": "tpu"}
-  result = commands.launch(*commands.train(tmp_path, settings))
-  assert result.returncode == 2, result.stderr
-  assert "placement.platform=tpu" in result.stderr
-  assert "Traceback" not in result.stderr
-
-
-@pytest.mark.process
 def test_a_backend_that_cannot_be_used_is_an_error_in_words(tmp_path):
   settings = TINY | {
     "placement.backend": "addresses(at=['127.0.0.1:1'], token_file='absent')",
     "placement.decode_processes": "1",
   }
-  result = commands.launch(*commands.train(tmp_path / "run", settings))
+  result = commands.run(*commands.train(tmp_path / "run", settings))
   assert result.returncode == 2, result.stderr
   assert "error: absent cannot be read" in result.stdout
   assert "Traceback" not in result.stderr

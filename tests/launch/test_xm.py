@@ -20,30 +20,37 @@ def sweep():
 # As XManager imports it: alone, with its directory in the first place.
 IMPORTED = """
 import sys
-config, workdir, here = sys.argv[1:]
+swept, empty, here = sys.argv[1:]
 sys.path.insert(0, here)
 import xm
 sys.path.pop(0)
-for words in xm.commands(config, workdir):
+for words in xm.commands(f"{swept}:small", "out"):
   print(*words)
+try:
+  xm.commands(empty, "out")
+except ValueError as error:
+  print(error)
 import http.client
 """
 XMANAGER = os.environ.get("TWINMESH_XMANAGER")
 
 
-def listed(tmp_path, runs, argument="") -> subprocess.CompletedProcess[str]:
-  config = tmp_path / "swept.py"
-  config.write_text(SWEPT.format(runs=runs))
-  here = str(commands.ROOT / "launch")
-  return subprocess.run(
-    [
-      *(sys.executable, "-c", IMPORTED),
-      *(f"{config}{argument}", tmp_path / "out", here),
-    ],
-    cwd=tmp_path,
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory):
+  """Lines for a config with an argument, and for one without variations."""
+  directory = tmp_path_factory.mktemp("configs")
+  runs = [{"seed": 3}, {"seed": 4, "rounds": 2}]
+  (directory / "swept.py").write_text(SWEPT.format(runs=runs))
+  (directory / "empty.py").write_text(SWEPT.format(runs=[]))
+  here = commands.ROOT / "launch"
+  done = subprocess.run(
+    [sys.executable, "-c", IMPORTED, "swept.py", "empty.py", here],
+    cwd=directory,
     capture_output=True,
     text=True,
   )
+  assert done.returncode == 0, done.stderr
+  return done.stdout.splitlines()
 
 
 @pytest.mark.process
@@ -61,28 +68,17 @@ def test_without_xmanager_it_says_what_to_install():
 
 
 @pytest.mark.process
-def test_each_variation_is_a_command_of_its_own(tmp_path):
-  done = listed(tmp_path, [{"seed": 3}, {"seed": 4, "rounds": 2}])
-  assert done.returncode == 0, done.stderr
-  start = f"-m launch.train --config={tmp_path}/swept.py --workdir={tmp_path}"
-  assert done.stdout.splitlines() == [
-    f"{start}/out/run_000 --config.seed=3",
-    f"{start}/out/run_001 --config.seed=4 --config.rounds=2",
+def test_each_variation_is_a_command_of_its_own(listed):
+  start = "-m launch.train --config=swept.py:small --workdir=out"
+  assert listed[:-1] == [
+    f"{start}/run_000 --config.seed=3",
+    f"{start}/run_001 --config.seed=4 --config.rounds=2",
   ]
 
 
 @pytest.mark.process
-def test_a_config_may_take_an_argument(tmp_path):
-  done = listed(tmp_path, [{"seed": 3}], ":small")
-  assert done.returncode == 0, done.stderr
-  assert f"--config={tmp_path}/swept.py:small --workdir" in done.stdout
-
-
-@pytest.mark.process
-def test_a_config_without_variations_says_so(tmp_path):
-  done = listed(tmp_path, [])
-  assert done.returncode == 1
-  assert "swept.py has no sweep() that lists runs; add one" in done.stderr
+def test_a_config_without_variations_says_so(listed):
+  assert listed[-1] == "empty.py has no sweep() that lists runs; add one"
 
 
 @pytest.mark.slow

@@ -43,20 +43,14 @@ def test_code_of_others_does_not_run(tmp_path):
     assert message.endswith("and add --trust_config to run it")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
   "command",
   [
     ("launch.train", "--config={}/config.json"),
-    *(
-      pytest.param(command, marks=pytest.mark.slow)
-      for command in (
-        ("launch.evaluate", "--run={}"),
-        ("launch.serve", "--run={}", "--port=0"),
-        ("launch.export", "--run={}", "--directory={}/out"),
-        ("launch.replay", "{}/skipped/round_000001_update_0"),
-      )
-    ),
+    ("launch.evaluate", "--run={}"),
+    ("launch.serve", "--run={}", "--port=0"),
+    ("launch.export", "--run={}", "--directory={}/out"),
+    ("launch.replay", "{}/skipped/round_000001_update_0"),
   ],
   ids=lambda command: command[0],
 )
@@ -66,7 +60,7 @@ def test_commands_do_not_run_code_of_others(tmp_path, command):
   update.mkdir(parents=True)
   (update / skipped_updates.BATCHES).touch()
   (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-  done = commands.launch(*(one.format(tmp_path) for one in command))
+  done = commands.run(*(one.format(tmp_path) for one in command))
   assert done.returncode == 2, done.stderr
   assert "it would run the code of evil.py" in done.stderr
 
