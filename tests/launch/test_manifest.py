@@ -19,14 +19,20 @@ from tests.helpers import commands
 
 GOLDEN = pathlib.Path(__file__).with_name("golden")
 SCHEMA = json.loads((GOLDEN / "job_set_schema.json").read_text())
-CONFIG = "--config=configs/qwen3_0_6b.py"
+MODEL = ("--config=configs/qwen3_0_6b.py",)
+# Without 20,000 rows to make.
+LETTERS = (
+  "--config=configs/next_letter.py",
+  "--config.batch.rows=8",
+  "--config.placement.device_gib=80",
+)
 NEEDED = ("--image=example/twinmesh:1", "--claim=runs")
 
 
-def printed(*arguments, accelerator="tpu-v6e-slice"):
+def printed(*arguments, accelerator="tpu-v6e-slice", config=LETTERS):
   return commands.run(
     "launch.manifest",
-    CONFIG,
+    *config,
     *NEEDED,
     f"--accelerator={accelerator}",
     *arguments,
@@ -48,6 +54,7 @@ def test_it_prints_what_it_did():
     "--config.rounds=40",
     "--noconfig.chat",
     "--config.initial=/runs/qwen3",
+    config=MODEL,
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout == (GOLDEN / "job_set.yaml").read_text()
@@ -68,14 +75,14 @@ MANY = (
 
 
 def test_it_prints_the_pods_of_several_hosts():
-  done = printed(*MANY, "--config.placement.replicas=2")
+  done = printed(*MANY, "--config.placement.replicas=2", config=MODEL)
   assert done.returncode == 0, done.stderr
   assert done.stdout == (GOLDEN / "job_set_of_hosts.yaml").read_text()
 
 
 @pytest.mark.compiled
 def test_the_command_of_several_hosts_is_one_that_trains():
-  done = printed(*MANY, "--config.placement.replicas=2")
+  done = printed(*MANY, "--config.placement.replicas=2", config=MODEL)
   run, learner, engine = yaml.safe_load(done.stdout)["spec"]["replicatedJobs"]
   command = pod_in(run)["containers"][0]["command"]
   (backend,) = [x for x in command if x.startswith("--backend=")]
