@@ -92,12 +92,12 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(root|work|tmp|opt|home|Users)\b")
 REGISTRY = re.compile(r"pypi\.org|python[h]osted")
 
 
-def wrong_imports(package: str, source: str) -> list[str]:
+def wrong_imports(package: str, module: ast.Module) -> list[str]:
   """Returns the imports of a module that its top package must not have."""
   allowed = [package, *MAY_IMPORT[package]]
   return [
     name
-    for name in packages.imported(source)
+    for name in packages.imported(module)
     if name.partition(".")[0] in OURS
     and not any(f"{name}.".startswith(f"{ok}.") for ok in allowed)
   ]
@@ -120,9 +120,8 @@ def wrong_arrows(
   }
 
 
-def undocumented(source: str) -> list[str]:
+def undocumented(module: ast.Module) -> list[str]:
   """Returns the public names of a module that lack a docstring."""
-  module = ast.parse(source)
   kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
   names = ["module"] if module.body and not ast.get_docstring(module) else []
   return names + [
@@ -134,28 +133,27 @@ def undocumented(source: str) -> list[str]:
   ]
 
 
-def questions(source: str) -> list[str]:
+def questions(module: ast.Module) -> list[str]:
   """Returns first lines of docstrings that begin with a question word."""
   kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
   return [
     text.splitlines()[0]
-    for node in ast.walk(ast.parse(source))
+    for node in ast.walk(module)
     if isinstance(node, kinds)
     and (text := ast.get_docstring(node))
     and QUESTION.match(text)
   ]
 
 
-def public_classes(source: str) -> list[str]:
+def public_classes(module: ast.Module) -> list[str]:
   """Returns the public classes that a module defines."""
   return [
     node.name
-    for node in ast.parse(source).body
+    for node in module.body
     if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
   ]
 
 
-@pytest.mark.process
 def unscaled_deadlines(source: str) -> list[int]:
   """Returns the lines that wait for seconds of a fixed number, 3 or more.
 
@@ -193,7 +191,7 @@ def test_imports_point_one_way_between_top_packages(package):
   wrong = {
     str(path.relative_to(packages.ROOT)): names
     for path in packages.python_files(package)
-    if (names := wrong_imports(package, path.read_text()))
+    if (names := wrong_imports(package, packages.parsed(path)))
   }
   assert not wrong
 
@@ -211,7 +209,7 @@ def test_imports_point_one_way_between_top_packages(package):
   ],
 )
 def test_a_wrong_import_is_seen(package, source, wrong):
-  assert wrong_imports(package, source) == wrong
+  assert wrong_imports(package, ast.parse(source)) == wrong
 
 
 @pytest.mark.parametrize("package", sorted(FLOORS))
@@ -289,34 +287,34 @@ def test_public_names_have_docstrings():
   missing = {
     str(path.relative_to(packages.ROOT)): names
     for path in packages.python_files("envs", "models", "rl", "launch")
-    if (names := undocumented(path.read_text()))
+    if (names := undocumented(packages.parsed(path)))
   }
   assert not missing
 
 
 def test_a_missing_docstring_is_seen():
   source = "def f():\n  pass\n\nclass _C:\n  pass\n\nclass D:\n  'Says.'\n"
-  assert undocumented(source) == ["module", "f"]
+  assert undocumented(ast.parse(source)) == ["module", "f"]
 
 
 def test_docstrings_name_a_thing_or_say_what_is_done():
   wrong = {
     str(path.relative_to(packages.ROOT)): lines
     for path in packages.python_files(*packages.TOPS)
-    if (lines := questions(path.read_text()))
+    if (lines := questions(packages.parsed(path)))
   }
   assert not wrong
 
 
 def test_a_docstring_that_begins_with_a_question_is_seen():
   source = "'''Whose it is.'''\ndef f():\n  '''Returns what it was.'''\n"
-  assert questions(source) == ["Whose it is."]
+  assert questions(ast.parse(source)) == ["Whose it is."]
 
 
 def test_one_public_class_name_stands_for_one_thing():
   places = collections.defaultdict(list)
   for path in packages.python_files("envs", "models", "rl", "launch"):
-    for name in public_classes(path.read_text()):
+    for name in public_classes(packages.parsed(path)):
       places[name].append(str(path.relative_to(packages.ROOT)))
   shared = {name: at for name, at in places.items() if len(at) > 1}
   assert {*shared} <= NAMED_BY_PAPERS, shared

@@ -43,14 +43,20 @@ def python_files(*tops: str) -> list[pathlib.Path]:
   return [p for p in files if p.relative_to(ROOT).parts[0] in tops]
 
 
-def imported(source: str) -> Iterator[str]:
+@functools.cache
+def parsed(path: pathlib.Path) -> ast.Module:
+  """Returns the module of a file, which several tests walk through."""
+  return ast.parse(path.read_text())
+
+
+def imported(module: ast.Module) -> Iterator[str]:
   """Yields the dotted names that a module imports, relative ones with dots."""
-  for node in ast.walk(ast.parse(source)):
+  for node in ast.walk(module):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-      module = "." * node.level + (node.module or "")
-      yield from (f"{module}.{alias.name}" for alias in node.names)
+      place = "." * node.level + (node.module or "")
+      yield from (f"{place}.{alias.name}" for alias in node.names)
 
 
 def package_of(name: str) -> str | None:
@@ -79,7 +85,7 @@ def arrows() -> dict[tuple[str, str], tuple[str, ...]]:
     if relative.name == "__init__.py":
       continue
     here = package_of(".".join(relative.with_suffix("").parts))
-    for name in imported(path.read_text()):
+    for name in imported(parsed(path)):
       there = package_of(name)
       if here and there and there != here:
         drawn.setdefault((here, there), set()).add(str(relative))

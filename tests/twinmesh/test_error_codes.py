@@ -43,7 +43,7 @@ def modules() -> dict[str, ast.Module]:
   for path in packages.python_files(*packages.TOPS):
     parts = path.relative_to(packages.ROOT).with_suffix("").parts
     name = ".".join(part for part in parts if part != "__init__")
-    found[name] = ast.parse(path.read_text())
+    found[name] = packages.parsed(path)
   return found
 
 
@@ -192,10 +192,10 @@ def test_a_refusal_without_a_code_is_seen(module, source, missing):
   assert without_code(module, ast.parse(source)) == missing
 
 
-def prints_by_itself(source: str) -> list[str]:
+def prints_by_itself(module: ast.Module) -> list[str]:
   """Returns what a module tells users of errors without their codes."""
   found = []
-  for node in ast.walk(ast.parse(source)):
+  for node in ast.walk(module):
     if isinstance(node, ast.Constant) and str(node.value).startswith("error:"):
       found.append(str(node.value))
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "sys.exit":
@@ -215,7 +215,7 @@ def test_errors_are_printed_with_their_codes_only():
   printing = {
     str(path.relative_to(packages.ROOT)): found
     for path in packages.python_files("launch", "twinmesh")
-    if (found := prints_by_itself(path.read_text()))
+    if (found := prints_by_itself(packages.parsed(path)))
   }
   assert [*printing] == ["twinmesh/error_codes.py"]
 
@@ -230,7 +230,7 @@ def test_errors_are_printed_with_their_codes_only():
   ],
 )
 def test_an_error_that_is_printed_without_a_code_is_seen(source):
-  assert prints_by_itself(source)
+  assert prints_by_itself(ast.parse(source))
 
 
 @pytest.mark.process
