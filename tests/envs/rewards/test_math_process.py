@@ -1,5 +1,6 @@
 """Expressions compared in a process that may be killed."""
 
+import importlib.util
 import os
 import signal
 import threading
@@ -9,8 +10,13 @@ import pytest
 
 from envs.rewards import math_process
 
-pytestmark = pytest.mark.process
-pytest.importorskip("math_verify")
+pytestmark = [
+  pytest.mark.process,
+  # Found and not imported, which takes long and is for processes of their own.
+  pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="no math_verify"
+  ),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ import uvicorn
 from envs import base
 from envs.tools import mcp
 from rl.data import trajectory
-from tests.envs.examples import shop, shop_server
+from tests.envs.examples import shop
 from tests.helpers import scripted_chats
 
 pytestmark = pytest.mark.process
@@ -84,6 +84,8 @@ def test_an_episode_of_the_guide_is_played_with_a_basket_of_its_own():
 @contextlib.contextmanager
 def _served():
   """Serves the shop over HTTP; yields its URL."""
+  from tests.envs.examples import shop_server  # Takes long to import.
+
   app = shop_server.server.streamable_http_app()
   with socket.create_server(("127.0.0.1", 0)) as listener:
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
