@@ -22,7 +22,6 @@ ROWS = {
 }
 
 
-@pytest.mark.process
 @pytest.mark.slow
 def test_one_command_measures_every_row_against_the_devices_own_rates():
   done = subprocess.run(
@@ -45,7 +44,6 @@ def test_one_command_measures_every_row_against_the_devices_own_rates():
     assert row["value"] >= 0
 
 
-@pytest.mark.process
 @pytest.mark.slow
 def test_tilings_of_every_kernel_are_compared():
   done = subprocess.run(

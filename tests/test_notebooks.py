@@ -102,7 +102,6 @@ def kept(script) -> nbformat.NotebookNode:
 
 
 @pytest.mark.slow
-@pytest.mark.process
 @each
 def test_a_notebook_does_what_it_shows_and_claims(script, monkeypatch):
   monkeypatch.delenv("XLA_FLAGS")  # It asks for the devices that it needs.

@@ -110,7 +110,6 @@ def test_engines_join_a_running_run_and_leave_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_a_run_in_one_process_imports_nothing_of_it():
   program = (
     "import sys; from launch import train; from rl import assemble;"

@@ -87,11 +87,11 @@ def start(module, *arguments, **options) -> subprocess.Popen[str]:
   )
 
 
-def launch(module, *arguments, timeout=_END_S) -> Result:
+def launch(module, *arguments) -> Result:
   """Runs a command in a process of its own."""
   with start(module, *arguments, stderr=subprocess.PIPE) as process:
     try:
-      output, errors = process.communicate(timeout=timeout)
+      output, errors = process.communicate(timeout=_END_S)
     except BaseException:
       process.kill()
       raise

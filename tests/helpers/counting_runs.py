@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import AsyncIterator
 
 from envs.rewards import rewards
@@ -51,10 +50,10 @@ class Watching(progress.RunObserver):
 
 @contextlib.asynccontextmanager
 async def built(
-  settings: experiment_lib.Experiment, run_dir: pathlib.Path | None = None
+  settings: experiment_lib.Experiment,
 ) -> AsyncIterator[assemble.Parts]:
   """Builds the parts of a run and closes them, at the latest after a time."""
-  parts = assemble.build(settings, run_dir)
+  parts = assemble.build(settings)
   try:
     async with asyncio.timeout(machine_speed.scaled(300)):
       yield parts

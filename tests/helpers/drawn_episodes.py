@@ -44,16 +44,16 @@ def episode(turns, first_id=0, *, group=0, prompt=None, experts=None):
   )
 
 
-def random_groups(draws, groups=6, size=5):
-  """Returns groups of episodes of 1 to 4 turns, none longer than 24 ids.
+def random_groups(draws):
+  """Returns 6 groups of 5 episodes of 1 to 4 turns, none longer than 24 ids.
 
   Members share a prompt of 1 to 8 ids, but every fifth has its own; the last
   id of an episode belongs to no other.
   """
   episodes, at = [], 10_000
-  for group in range(groups):
+  for group in range(6):
     width = int(draws.integers(1, 9))
-    for _ in range(size):
+    for _ in range(5):
       prompt = np.arange(width) + 100 * group
       prompt[-1] += 50 * (draws.random() < 0.2)
       turns = draws.integers(1, 3, size=(draws.integers(1, 5), 2))

@@ -11,8 +11,9 @@ from rl.engine import contract
 from rl.pools import affinity, router, weight_publisher
 from rl.runtime import trace
 from rl.simulation import learner as simulated_learner
-from rl.testing import scripted_engine
+from rl.testing import fakes, scripted_engine
 from tests.helpers import players_under_test as players
+from tests.helpers import virtual_run
 
 
 def engine(
@@ -23,12 +24,25 @@ def engine(
   return kind(say, lambda request, i: i * delay_s, **settings)
 
 
-def starting(
-  kind=scripted_engine.ScriptedEngine, delay_s=1.0, start_s=2.0
-) -> Any:
+def starting(kind=scripted_engine.ScriptedEngine, start_s=2.0) -> Any:
   """Returns an engine for a run, which takes weights in 0.5 s."""
   words = (players.YES, players.NO)
-  return engine(words, delay_s, kind, start_s=start_s, update_s=0.5)
+  return engine(words, 1.0, kind, start_s=start_s, update_s=0.5)
+
+
+def run(schedule, **fields):
+  """Returns a run of engines of `starting`, with weights 1 s on their way."""
+  return virtual_run.Run(
+    schedule,
+    **{
+      "rounds": 5,
+      "source": fakes.Counting(turns=3),
+      "transfer_s": 1.0,
+      "update_s": 0.5,
+      "build_again": starting,
+      **fields,
+    },
+  )
 
 
 def request(name="a", session=None, ids=(3, 1), **fields):
@@ -87,14 +101,14 @@ def busy(engines):
   return [one.stats().running + one.stats().waiting for one in engines]
 
 
-async def episode(pooled, session, domain="", turns=3, thought_s=0.5):
+async def episode(pooled, session, domain="", turns=3):
   """Plays a conversation; returns its engine and the versions of its ids."""
   number, versions = await pooled.begin(session, domain), []
   try:
     for turn in range(turns):
       answer = await pooled.generate(request(f"{session}/{turn}", session))
       versions += answer.versions.tolist()
-      await asyncio.sleep(thought_s)
+      await asyncio.sleep(0.5)
   finally:
     pooled.end(session)
   return number, versions

@@ -72,16 +72,12 @@ def _turn(draws, context, number) -> trajectory.Turn:
 
 
 def about(
-  members: Sequence[trajectory.Trajectory],
-  policy: scoring.Tokens,
-  seed: int,
-  *,
-  spread: float = 0.5,
+  members: Sequence[trajectory.Trajectory], policy: scoring.Tokens, seed: int
 ) -> Episodes:
-  """Episodes whose other policies are up to `spread` nats off `policy`."""
+  """Episodes whose other policies are up to half a nat off `policy`."""
   draws = np.random.default_rng([seed, 1])
 
-  def near(spread: float = spread) -> scoring.Tokens:
+  def near(spread: float = 0.5) -> scoring.Tokens:
     return [
       (own + draws.uniform(-spread, spread, own.shape)).astype(np.float32)
       for own in policy

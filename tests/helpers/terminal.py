@@ -1,4 +1,4 @@
-"""A stream that says it is a terminal."""
+"""A stream that says it is a terminal, and a clock for what it shows."""
 
 import io
 
@@ -9,3 +9,13 @@ class Terminal(io.StringIO):
   def isatty(self) -> bool:
     """Returns True."""
     return True
+
+
+class Clock:
+  """Stands still at `now_s`."""
+
+  now_s = 0.0
+
+  def __call__(self) -> float:
+    """Returns that time."""
+    return self.now_s

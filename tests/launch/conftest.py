@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers import browser as browser_lib
 from tests.helpers import commands
+from tests.helpers import terminal as terminal_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,3 +102,12 @@ def browse(browser):
     return _Page(browser.do("document.documentElement.outerHTML"))
 
   return run
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+  """A terminal of 80 columns without colours."""
+  monkeypatch.setenv("TERM", "xterm-256color")
+  monkeypatch.setenv("COLUMNS", "80")
+  monkeypatch.setenv("NO_COLOR", "1")
+  return terminal_lib.Terminal()

@@ -131,7 +131,6 @@ def test_a_run_is_served_and_its_sessions_are_recorded(finished, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_a_hugging_face_directory_is_served_with_its_tools(hugging_face):
   changes = ENGINE | {"chat.thinking": "false"}
   given = [f"--config.{key}={value}" for key, value in changes.items()]

@@ -22,10 +22,14 @@ def test_of_large_numbers():
 RIGHT = "def add(a, b):\n  return a + b"
 LIMITS = sandbox.Sandbox(wall_s=20, cpu_s=2, memory_mib=128)
 
-needs_bubblewrap = pytest.mark.skipif(
-  shutil.which("bwrap") is None,
-  reason="there is no bwrap: apt-get install bubblewrap",
-)
+
+def in_the_sandbox(test):
+  """Marks a test that starts processes of bubblewrap."""
+  skip = pytest.mark.skipif(
+    shutil.which("bwrap") is None,
+    reason="there is no bwrap: apt-get install bubblewrap",
+  )
+  return pytest.mark.process(skip(test))
 
 
 def transcript(content):
@@ -111,8 +115,7 @@ def add(a, b): return 0""",
 }
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_no_cheat_is_rewarded():
   assert dict(
     zip(CHEATS, reward(*CHEATS.values()), strict=True)
@@ -132,8 +135,7 @@ def add(a, b):
 }
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 @pytest.mark.parametrize("wanted", ["ValueError", "BaseException"])
 def test_only_an_exception_that_a_function_raises_is_one(wanted):
   tests = f"""
@@ -152,8 +154,7 @@ else:
   ) == dict.fromkeys(NO_EXCEPTIONS, 0.0)
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_only_right_code_is_rewarded():
   wrong = RIGHT.replace("+", "-")
   prints = f"print('working', end='')\n{RIGHT}"
@@ -162,8 +163,7 @@ def test_only_right_code_is_rewarded():
   assert values == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_plain_values_and_exceptions_come_as_they_are():
   code = """
 def same(x, times=1):
@@ -197,24 +197,21 @@ def test_of_exceptions():
   assert reward(code, tests=tests) == [1.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_many_numbers_go_to_the_answer_and_come_back():
   code = "def double(x): return [2 * n for n in x]"
   tests = "assert double([*range(200_000)]) == [*range(0, 400_000, 2)]"
   assert reward(code, tests=tests) == [1.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_an_answer_that_reads_finds_nothing_and_waits_for_nothing():
   reads = f"import sys\nassert not sys.stdin.read()\n{RIGHT}"
   asks = f"n = int(input())\n{RIGHT}"
   assert reward(reads, asks) == [1.0, 0.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_tests_may_print_more_than_the_sandbox_permits():
   tests = f"""
 import sys
@@ -224,8 +221,7 @@ assert add(2, 3) == 5"""
   assert reward(RIGHT, tests=tests) == [1.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_an_exception_of_the_answers_own_is_the_builtin_that_it_extends():
   code = """
 import json
@@ -253,8 +249,7 @@ assert str(error_of(read, "/no")).endswith("directory: '/no'")
   assert reward(code, tests=tests) == [1.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_an_answer_is_a_module_to_its_dataclasses():
   code = """
 from __future__ import annotations
@@ -268,8 +263,7 @@ def f(x): return Node(x).value
   assert reward(code, tests="assert f(1) == 1") == [1.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_methods_of_the_answers_classes_are_called():
   code = """
 class Pair:
@@ -298,8 +292,7 @@ else:
   assert reward(code, tests=tests) == [1.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 @pytest.mark.parametrize(
   "test",
   [
@@ -318,8 +311,7 @@ class add:
   assert reward(code, tests=test) == [0.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 @pytest.mark.parametrize(
   ("tests", "fault"),
   [
@@ -334,22 +326,19 @@ def test_a_fault_of_tests_is_no_reward(tests, fault):
     reward(RIGHT, tests=tests)
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_an_import_that_fails_in_the_answer_is_no_fault_of_the_tests():
   inside = "def add(a, b):\n  import missing_module"
   assert reward(inside, f"import missing_module\n{RIGHT}") == [0.0, 0.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_tests_that_call_nothing_of_the_answer_are_a_fault_and_no_reward():
   with pytest.raises(ValueError, match="call no function of the answer"):
     reward("x = 1", tests="for case in ():\n  assert add(case) == 1")
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_values_are_the_plain_data_that_they_are_equal_to():
   code = """
 import collections, enum
@@ -383,8 +372,7 @@ assert data() == b"a"
   assert reward(code, tests=tests) == [1.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_a_failing_sandbox_is_a_fault_and_no_reward(monkeypatch, tmp_path):
   monkeypatch.setenv("PATH", str(tmp_path))
   with pytest.raises(bubblewrap.SandboxError):
@@ -452,8 +440,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 @pytest.mark.parametrize(
   "tests",
   [
@@ -472,8 +459,7 @@ def test_programs_are_paid_for_what_they_print(tests):
   assert [g.value for g in grades] == [*PROGRAMS.values(), 0.0]
 
 
-@pytest.mark.process
-@needs_bubblewrap
+@in_the_sandbox
 def test_all_tests_of_a_program_have_the_wall_time_together():
   tests = {"inputs": [""] * 100, "outputs": ["1"] * 100}
   task = base.Task("code/train/0", 0, "train", 0, json.dumps(tests))

@@ -153,7 +153,6 @@ def test_the_answer_of_a_dataset_has_its_full_score(dataset):
 
 @needs_package
 @pytest.mark.slow
-@pytest.mark.process
 def test_items_are_the_same_in_another_process():
   script = """
 import json, random, zlib

@@ -128,7 +128,6 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 @pytest.mark.parametrize(
   ("module", "arguments", "code", "told"),
   [
@@ -154,7 +153,6 @@ def test_a_launcher_reads_the_run(run, tmp_path, module, arguments, code, told):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_another_process_reads_the_run(run):
   done = commands.launch("launch.report", "--check", run)
   assert done.returncode == 0, done.stderr
@@ -162,7 +160,6 @@ def test_another_process_reads_the_run(run):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_the_server_reads_the_run(run):
   # It ends before it loads: the flags are those of a run that it has read.
   done = commands.run(
@@ -173,7 +170,6 @@ def test_the_server_reads_the_run(run):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_a_run_goes_on_with_the_file_wherever_it_lies_and_whatever_it_says(
   run, tmp_path
 ):

@@ -12,24 +12,9 @@ from tests.helpers import terminal as terminal_lib
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
-class Clock:
-  now_s = 0.0
-
-  def __call__(self) -> float:
-    return self.now_s
-
-
 @pytest.fixture
 def clock():
-  return Clock()
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-  monkeypatch.setenv("TERM", "xterm-256color")
-  monkeypatch.setenv("COLUMNS", "80")
-  monkeypatch.setenv("NO_COLOR", "1")
-  return terminal_lib.Terminal()
+  return terminal_lib.Clock()
 
 
 def of(stream, clock, **settings):

@@ -18,6 +18,8 @@ from launch.http import connections, http_server
 from rl.settings import annotations
 from tests.helpers import machine_speed
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory):
@@ -50,7 +52,6 @@ def serving(ask, app=None, **settings):
   return asyncio.run(run())
 
 
-@pytest.mark.process
 def test_a_certificate_serves_https(certified):
   def ask(address):
     assert address.startswith("https://127.0.0.1:")
@@ -64,7 +65,6 @@ def test_a_certificate_serves_https(certified):
   assert serving(ask, tls=tls) == b"here"
 
 
-@pytest.mark.process
 def test_files_of_tls_that_cannot_be_used_are_refused(certified, tmp_path):
   certificate, key = certified
   (tmp_path / "junk").write_text("junk")
@@ -106,7 +106,6 @@ GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HASTY = connections.Patience(head_s=0.05, unread_s=0.05, chunks=False)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("sent", [b"", b"G", GET[:-2], GET + GET[:-2]])
 def test_half_a_head_ends_the_connection(sent):
   def ask(address):
@@ -117,7 +116,6 @@ def test_half_a_head_ends_the_connection(sent):
   assert serving(ask, patience=HASTY).count(b"here") == sent.count(GET)
 
 
-@pytest.mark.process
 def test_a_request_may_take_longer_than_its_head():
   async def slow(scope, receive, send):
     await asyncio.sleep(0.2)
@@ -131,7 +129,6 @@ def test_a_request_may_take_longer_than_its_head():
   assert b"here" in serving(ask, slow, patience=HASTY)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
   ("body", "last"),
   [(b"0123", "http.disconnect"), (b"0123456789", "http.request")],
@@ -163,7 +160,6 @@ def test_half_a_body_does_not_hold_up_the_end(body, last):
     assert (b"here" in rest(sock)) == (len(body) == 10)
 
 
-@pytest.mark.process
 def test_a_client_that_does_not_read_is_cut_off():
   ended = []
 
@@ -187,7 +183,6 @@ def test_a_client_that_does_not_read_is_cut_off():
   assert ended == ["http.disconnect"]
 
 
-@pytest.mark.process
 def test_one_connection_too_many_is_ended():
   def ask(address):
     with link(address) as one, link(address) as two, link(address) as three:
@@ -199,7 +194,6 @@ def test_one_connection_too_many_is_ended():
   serving(ask, patience=connections.Patience(max_connections=2))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("taken", [True, False])
 def test_bodies_in_chunks_are_refused_where_clients_are_strangers(taken):
   head = GET[:-2].replace(b"GET", b"POST")
@@ -215,7 +209,6 @@ def test_bodies_in_chunks_are_refused_where_clients_are_strangers(taken):
   assert status in serving(ask, patience=patience)
 
 
-@pytest.mark.process
 def test_bad_requests_do_not_fill_the_log(caplog):
   def ask(address):
     for _ in range(20):

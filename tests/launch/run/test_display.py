@@ -6,14 +6,6 @@ import pytest
 from launch.run import display
 from tests.helpers import terminal as terminal_lib
 
-
-class Clock:
-  now_s = 0.0
-
-  def __call__(self) -> float:
-    return self.now_s
-
-
 _METRICS = {
   "success": 0.62,
   "reward_mean": 0.5,
@@ -32,7 +24,7 @@ _METRICS = {
 
 
 def _plain(total_rounds: int = 300, quiet: bool = False):
-  stream, clock = io.StringIO(), Clock()
+  stream, clock = io.StringIO(), terminal_lib.Clock()
   shown = display.Display(
     total_rounds, stream, quiet=quiet, clock=clock, now=lambda: "09:30:00"
   )
@@ -175,16 +167,8 @@ def test_lines_hold_no_escapes_even_when_colour_is_forced(monkeypatch):
   assert "\x1b" not in stream.getvalue()
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-  monkeypatch.setenv("TERM", "xterm-256color")
-  monkeypatch.setenv("COLUMNS", "80")
-  monkeypatch.setenv("NO_COLOR", "1")
-  return terminal_lib.Terminal()
-
-
 def test_a_terminal_gets_a_panel_with_everything(terminal):
-  shown = display.Display(300, terminal, clock=Clock())
+  shown = display.Display(300, terminal, clock=terminal_lib.Clock())
   shown.start()
   for index, success in enumerate([0.0, 0.5, 1.0]):
     shown.update({"round": index + 1, **_METRICS, "success": success})
@@ -208,7 +192,7 @@ def test_a_terminal_gets_a_panel_with_everything(terminal):
 
 
 def test_a_terminal_shows_the_fault_and_what_was_skipped(terminal):
-  shown = display.Display(300, terminal, clock=Clock())
+  shown = display.Display(300, terminal, clock=terminal_lib.Clock())
   shown.start()
   shown.update(
     {"round": 1, **_METRICS, "faults": 4, "skipped_updates": 2.0},
@@ -225,7 +209,7 @@ def test_a_terminal_shows_the_fault_and_what_was_skipped(terminal):
 )
 def test_a_terminal_shows_how_the_router_does(terminal, dropped, shown_load):
   router = {"router_entropy": 1.204, "max_load": 1.377}
-  shown = display.Display(300, terminal, clock=Clock())
+  shown = display.Display(300, terminal, clock=terminal_lib.Clock())
   shown.start()
   shown.update(
     {"round": 1, **_METRICS, **router, "dropped_assignments": dropped}
@@ -236,7 +220,7 @@ def test_a_terminal_shows_how_the_router_does(terminal, dropped, shown_load):
 
 
 def test_a_model_without_experts_shows_no_router(terminal):
-  shown = display.Display(300, terminal, clock=Clock())
+  shown = display.Display(300, terminal, clock=terminal_lib.Clock())
   shown.start()
   shown.update({"round": 1, **_METRICS})
   shown.close()

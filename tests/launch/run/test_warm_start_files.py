@@ -220,13 +220,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    name if name == "dense" else pytest.param(name, marks=pytest.mark.slow)
-    for name in RUNS
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_one_that_was_stopped_goes_on_bit_equal(name, tmp_path):
   tree = experiment(**RUNS[name])
   state, _ = imitate(tmp_path / "whole", tree)

@@ -13,7 +13,7 @@ from rl.pools import membership, placement
 from rl.runtime import checksum
 from rl.schedule import overlap
 from rl.simulation import learner as simulated_learner
-from rl.testing import fakes, scripted_engine
+from rl.testing import scripted_engine
 from tests.helpers import pools_under_test as pools
 from tests.helpers import virtual_run
 
@@ -21,21 +21,6 @@ pytestmark = pytest.mark.virtual_time
 
 INFO = placement.EngineInfo()
 TIMES = 200
-
-
-def run(schedule, **fields):
-  """A run of one engine, whose weights take 1 s on their way."""
-  return virtual_run.Run(
-    schedule,
-    **{
-      "rounds": 5,
-      "source": fakes.Counting(turns=3),
-      "transfer_s": 1.0,
-      "update_s": 0.5,
-      "build_again": pools.starting,
-      **fields,
-    },
-  )
 
 
 def check(played):
@@ -84,7 +69,7 @@ def test_two_hundred_engines_join_and_leave_and_every_promise_holds(lost_share):
       await asyncio.sleep(0.1)
     run.loop.stop()
 
-  played = run(
+  played = pools.run(
     overlap.in_flight(4, 1, 2),
     rounds=10_000,
     transfer_s=0.2,
@@ -121,7 +106,7 @@ def test_an_engine_that_leaves_already_is_not_asked_again():
     await asyncio.sleep(0.3)
     await asyncio.gather(run.members.leave(0), run.members.leave(0))
 
-  played = run(overlap.sync(4), num_engines=2, disturb=twice).start()
+  played = pools.run(overlap.sync(4), num_engines=2, disturb=twice).start()
   check(played)
   assert len(played.of("engine_leaving")) == len(played.of("engine_left")) == 1
   assert played.members.describe()["engines_left"] == 1
@@ -137,7 +122,7 @@ def test_an_engine_joins_and_leaves_under_any_schedule(name):
       await asyncio.sleep(2.0)
       await run.members.leave(number - 1)
 
-  played = run(virtual_run.SCHEDULES[name], disturb=come_and_go).start()
+  played = pools.run(virtual_run.SCHEDULES[name], disturb=come_and_go).start()
   check(played)
   assert len(played.observer.rounds) == 5
   assert len(played.of("engine_joined")) > 1

@@ -12,7 +12,7 @@ from rl.engine import contract
 from rl.pools import placement, recovery
 from rl.runtime import watchdog as watchdog_lib
 from rl.schedule import overlap
-from rl.testing import fakes, scripted_engine
+from rl.testing import scripted_engine
 from tests.helpers import pools_under_test as pools
 from tests.helpers import virtual_run
 
@@ -20,23 +20,7 @@ pytestmark = pytest.mark.virtual_time
 
 QUICK = recovery.Recovery(first_wait_s=1.0, start_s=20.0)
 """Waits of 1, 2 and 4 s before the restarts."""
-
-
-def run(schedule, **fields):
-  """A run whose engines start in 2 s and take weights in 0.5 s."""
-  return virtual_run.Run(
-    schedule,
-    **{
-      "rounds": 5,
-      "num_engines": 2,
-      "source": fakes.Counting(turns=3),
-      "recovery": QUICK,
-      "transfer_s": 1.0,
-      "update_s": 0.5,
-      "build_again": pools.starting,
-      **fields,
-    },
-  )
+run = functools.partial(pools.run, num_engines=2, recovery=QUICK)
 
 
 def lose(*times_s, number=0):
@@ -204,17 +188,6 @@ def test_a_run_goes_on_without_an_engine_that_was_given_up():
   assert len(played.observer.rounds) == 5
 
 
-def test_one_attempt_leaves_a_lost_engine_lost():
-  once = dataclasses.replace(QUICK, attempts=1)
-  played = run(
-    overlap.in_flight(4, 1, 2), recovery=once, disturb=lose(4.25)
-  ).start()
-  assert told(played) == [
-    {"kind": "engine_lost", "engine": 0},
-    {"kind": "engine_given_up", "engine": 0, "attempts": 0},
-  ]
-
-
 class Pool(pools.Pool):
   """Engines with restarts."""
 
@@ -253,6 +226,12 @@ async def test_a_domain_returns_to_its_pool_once_its_engine_is_back():
   assert await pool.router.begin("c", "math") == 1
   await pool.router.generate(pools.request("a/0", "a"))
   assert pool.router.engines[1].stats().sampled_tokens
+  told = [
+    event_log.of_kind(pool.log.events, x) for x in ("preference", "fallback")
+  ]
+  (preferred,), (fallback,) = told
+  assert (preferred["source"], preferred["wanted"]) == ("math", "wide")
+  assert (fallback["session"], fallback["engine"]) == ("b", 0)
   described = pool.router.describe()
   assert described["route_fallbacks"] == 1.0
   assert described["route_returns"] == 1.0

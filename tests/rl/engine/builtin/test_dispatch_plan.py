@@ -1,12 +1,9 @@
 """A dispatch: pages that it needs, and the arrays that the device reads."""
 
-import asyncio
-
 import numpy as np
-import pytest
 
 from rl.engine.builtin import decode_step, dispatch_plan, dispatch_shapes
-from tests.helpers import json_letters, request_states
+from tests.helpers import json_letters
 
 SHAPES = dispatch_shapes.DispatchShapes(
   slots=8,
@@ -17,14 +14,6 @@ SHAPES = dispatch_shapes.DispatchShapes(
   steps_per_dispatch=4,
 )
 LONGEST = 80
-
-
-@pytest.fixture
-def running():
-  """See `request_states.maker`."""
-  loop = asyncio.new_event_loop()
-  yield request_states.maker(loop)
-  loop.close()
 
 
 def test_pages_are_needed_for_all_that_a_row_may_do(running):

@@ -3,18 +3,9 @@
 import asyncio
 
 import numpy as np
-import pytest
 
 from rl.engine import contract
-from tests.helpers import json_letters, request_states
-
-
-@pytest.fixture
-def running():
-  """See `request_states.maker`."""
-  loop = asyncio.new_event_loop()
-  yield request_states.maker(loop)
-  loop.close()
+from tests.helpers import json_letters
 
 
 def test_a_request_ends_behind_a_stop_id_or_at_its_limit(running):

@@ -17,7 +17,7 @@ from rl.engine.builtin import (
   request_queue,
   scheduler,
 )
-from tests.helpers import json_letters, page_holders, request_states
+from tests.helpers import json_letters, page_holders
 
 pytestmark = pytest.mark.compiled
 
@@ -40,14 +40,6 @@ LENGTHS = dispatch_shapes.DispatchShapes(
 LONGEST = 4000
 VERSION = 0
 SAMPLED = 7
-
-
-@pytest.fixture
-def running():
-  """See `request_states.maker`."""
-  loop = asyncio.new_event_loop()
-  yield request_states.maker(loop)
-  loop.close()
 
 
 def choose(ready, **kwargs):
