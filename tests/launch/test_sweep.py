@@ -499,16 +499,6 @@ def test_runs_are_compared_while_they_go_on(tmp_path):
   assert (tmp_path / "compare.html").exists()
 
 
-def test_runs_of_fine_tuning_are_compared_by_their_loss(tmp_path):
-  viewed_runs.tuning(tmp_path / "run_000", seed=1)
-  result = commands.run("launch.sweep", f"--workdir={tmp_path}", "--table")
-  assert result.returncode == 0, result.stderr
-  head, row, _ = result.stdout.splitlines()
-  assert "steps  last warm_start/loss  best warm_start/loss" in head
-  # (1 + 1/2 + 1/3 + 1/4) / 4
-  assert row.split() == ["run_000", "4", "0.5208", "0.5208"]
-
-
 def test_a_comparison_that_cannot_be_written_says_so(tmp_path):
   write_metrics(tmp_path / "run_000", [0.5])
   (tmp_path / "run_000" / "config.json").write_text("{}")

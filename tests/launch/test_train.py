@@ -1,6 +1,5 @@
 """A launched run: its files, stops, kills, damaged checkpoints, bad input."""
 
-import fcntl
 import itertools
 import json
 import pathlib
@@ -19,12 +18,13 @@ from rl.runtime import segments
 from tests.helpers import commands, machine_speed, processes
 from tests.helpers.commands import TINY
 
+pytestmark = pytest.mark.process
+
 
 def lines(path):
   return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-@pytest.mark.process
 def test_a_run_ends_well_and_leaves_its_files(finished):
   run_dir = finished.path
   metrics = lines(run_dir / "metrics.jsonl")
@@ -44,7 +44,6 @@ def test_a_run_ends_well_and_leaves_its_files(finished):
   assert len(first["words"]) == len(first["logprobs"]) == len(first["tokens"])
 
 
-@pytest.mark.process
 def test_every_line_of_its_log_has_the_time(finished):
   told = finished.result.stdout + finished.result.stderr
   # absl puts a letter and the date before it.
@@ -53,7 +52,6 @@ def test_every_line_of_its_log_has_the_time(finished):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_a_second_start_compiles_nothing(tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
   settings = TINY | {"rounds": "1", "evaluation.episodes": "0"}
@@ -68,7 +66,6 @@ def test_a_second_start_compiles_nothing(tmp_path, monkeypatch):
   assert programs_after("second") == first
 
 
-@pytest.mark.process
 def test_a_run_prints_its_overlap_and_staleness(finished):
   assert "both at once" in finished.result.stdout
   assert "staleness: at most" in finished.result.stdout
@@ -76,7 +73,6 @@ def test_a_run_prints_its_overlap_and_staleness(finished):
   assert "Traceback" not in finished.result.stderr
 
 
-@pytest.mark.process
 def test_a_finished_run_says_so(finished, tmp_path):
   copy = finished.copy(tmp_path)
   again = commands.run(*commands.train(copy))
@@ -85,7 +81,6 @@ def test_a_finished_run_says_so(finished, tmp_path):
   assert len(lines(copy / "metrics.jsonl")) == 4
 
 
-@pytest.mark.process
 def test_the_written_config_is_that_of_the_experiment(finished, tmp_path):
   written = finished.path / "config.json"
   # "auto" is that of the first start, wherever the run goes on.
@@ -97,7 +92,6 @@ def test_the_written_config_is_that_of_the_experiment(finished, tmp_path):
   assert second == first | {"rounds": 1}
 
 
-@pytest.mark.process
 def test_evaluate_plays_the_latest_checkpoint(finished):
   result = commands.run(
     "launch.evaluate", f"--run={finished.path}", "--episodes=20"
@@ -111,7 +105,6 @@ def test_evaluate_plays_the_latest_checkpoint(finished):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_an_evaluation_without_a_grade_fails_and_says_so(finished, tmp_path):
   copy = finished.copy(tmp_path)
   data = json.loads((copy / "config.json").read_text())
@@ -126,7 +119,6 @@ def test_an_evaluation_without_a_grade_fails_and_says_so(finished, tmp_path):
   assert (outcome["episodes"], outcome["success"]) == (0, None)
 
 
-@pytest.mark.process
 def test_a_workdir_of_another_config_is_refused(finished, tmp_path):
   settings = TINY | {"rollout.group_size": "8"}
   copy = finished.copy(tmp_path)
@@ -227,7 +219,6 @@ def damage(workdir, step):
     file.truncate(data.stat().st_size // 2)
 
 
-@pytest.mark.process
 def test_checkpoints_that_are_all_damaged_end_the_run(finished, tmp_path):
   copy = finished.copy(tmp_path)
   for path in (copy / "checkpoints").iterdir():
@@ -242,7 +233,6 @@ def test_checkpoints_that_are_all_damaged_end_the_run(finished, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 @pytest.mark.parametrize("lost", ["evaluation and report", "report"])
 def test_a_run_killed_after_its_last_checkpoint_is_completed(
   lost, finished, tmp_path
@@ -263,7 +253,6 @@ def test_a_run_killed_after_its_last_checkpoint_is_completed(
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_a_resumed_run_stopped_before_a_round_keeps_its_checkpoint(
   finished, tmp_path
 ):
@@ -279,7 +268,6 @@ def test_a_resumed_run_stopped_before_a_round_keeps_its_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.process
 # See test_checkpoint: orbax drops its other reads when one fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_checkpoint_cut_short_gives_way_to_the_one_before(finished, tmp_path):
@@ -297,16 +285,6 @@ BAD = {
     {"rollout.gruop_size": "8"},
     ["--config.rollout.gruop_size", "--config.rollout.group_size", "int"],
   ),
-  "a wrong type": (
-    {"optimizer.learning_rate": "fast"},
-    ["optimizer.learning_rate", "fast", "float"],
-  ),
-  "no groups": ({"overlap.groups_per_round": "0"}, ["groups_per_round=0"]),
-  "a negative bound": ({"overlap.max_staleness": "-1"}, ["max_staleness=-1"]),
-  "one member": (
-    {"rollout.group_size": "1"},
-    ["rollout.group_size=1", "grpo", "advantage=reinforce"],
-  ),
   "rows that do not divide": (
     {"placement.learner.data": "16"},
     [
@@ -314,14 +292,6 @@ BAD = {
       "placement.learner.data * expert = 16",
       "use batch.rows=16",
     ],
-  ),
-  "experts that do not divide": (
-    {"placement.learner.expert": "3"},
-    ["placement.learner.expert=3", "num_experts=4", "use placement"],
-  ),
-  "meshes that share devices": (
-    {"placement.decode.first_device": "0"},
-    ["share devices [0]", "placement.colocated=true"],
   ),
   "an environment that does not exist": (
     {"environment": "envs.suites.textarena.Chess()"},
@@ -341,7 +311,6 @@ def no_devices(monkeypatch):
   monkeypatch.setattr(jax, "local_devices", asked)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", BAD)
 def test_a_setting_that_cannot_work_is_named_before_any_device(
   name, tmp_path, no_devices
@@ -354,15 +323,6 @@ def test_a_setting_that_cannot_work_is_named_before_any_device(
   assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.process
-def test_a_missing_config_file_names_the_nearest(tmp_path):
-  config = "configs/guess_numbr_moe.py"
-  result = commands.run(*commands.train(tmp_path, {}, config))
-  assert result.returncode == 2
-  assert "configs/guess_number_moe.py" in result.stderr
-
-
-@pytest.mark.process
 def test_a_backend_that_cannot_be_used_is_an_error_in_words(tmp_path):
   settings = TINY | {
     "placement.backend": "addresses(at=['127.0.0.1:1'], token_file='absent')",
@@ -374,7 +334,6 @@ def test_a_backend_that_cannot_be_used_is_an_error_in_words(tmp_path):
   assert "Traceback" not in result.stderr
 
 
-@pytest.mark.process
 def test_a_run_that_does_not_fit_leaves_nothing_behind(tmp_path):
   result = commands.run(
     *commands.train(tmp_path / "run", TINY | {"engine.pages": "900000000"})
@@ -383,20 +342,3 @@ def test_a_run_that_does_not_fit_leaves_nothing_behind(tmp_path):
   assert "TiB of this host, where" in result.stderr
   assert "\n  decode: parameters" in result.stderr
   assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.process
-def test_a_workdir_in_use_is_refused(tmp_path):
-  with (tmp_path / ".lock").open("a") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    result = commands.run(*commands.train(tmp_path))
-  assert result.returncode == 2
-  assert "in use by another process" in result.stderr
-
-
-@pytest.mark.process
-def test_a_workdir_that_cannot_be_written_is_refused(tmp_path):
-  (tmp_path / "file").write_text("not a directory")
-  result = commands.run(*commands.train(tmp_path / "file" / "run"))
-  assert result.returncode == 2
-  assert "cannot be written" in result.stderr

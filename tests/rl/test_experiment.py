@@ -192,7 +192,6 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       },
       "placement.replicas=17 makes 17 engines, but 16 episodes at most",
     ),
-    ({"batch.tail_rows": "0"}, "batch.tail_rows=0 must be at least 1"),
     (
       {"batch.tail_rows": "10"},
       "batch.tail_rows=10 with rows=10: a tail has fewer rows; use fewer",
@@ -241,20 +240,9 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       " mean gpu?",
     ),
     ({"rounds": "0", "warm_start": "none"}, "rounds=0 must be at least 1"),
-    ({"rounds": "-1"}, "rounds=-1 must be at least 0"),
-    ({"batch.rows": "0"}, "batch.rows=0 must be at least 1"),
-    ({"evaluation.every": "-1"}, "evaluation.every=-1 must be at least 0"),
-    (
-      {"evaluation.episodes": "-1"},
-      "evaluation.episodes=-1 must be at least 0",
-    ),
     (
       {"evaluation.temperature": "-1"},
       "evaluation.temperature=-1.0 must be a finite",
-    ),
-    (
-      {"evaluation.temperature": "nan"},
-      "evaluation.temperature=nan must be a finite",
     ),
     (
       {"evaluation.temperature": "inf"},
@@ -263,40 +251,6 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
     ({"evaluation.success": "nan"}, "evaluation.success=nan must be a number"),
     ({"seed": "-1"}, "seed=-1 must be in [0, 4294967295]"),
     ({"seed": "4294967296"}, "seed=4294967296 must be in [0, 4294967295]"),
-    ({"optimizer.learning_rate": "-1"}, "optimizer.learning_rate=-1.0 must"),
-    (
-      {"optimizer.schedule.warmup_updates": "-4"},
-      "optimizer.schedule.warmup_updates=-4 must be at least 0",
-    ),
-    (
-      {"warm_start.optimizer.b1": "1"},
-      "warm_start.optimizer.b1=1.0 must be in",
-    ),
-    ({"algorithm.loss.clip_low": "-3"}, "algorithm.loss.clip_low=-3.0"),
-    (
-      {"algorithm.entropy_bonus": "nan"},
-      "algorithm.entropy_bonus=nan must be a finite number",
-    ),
-    (
-      {"algorithm.advantage.ddof": "8"},
-      "algorithm.advantage.ddof=8 must be 0 or 1",
-    ),
-    (
-      {"engine.batching_delay_s": "nan"},
-      "engine.batching_delay_s=nan must be in [0, 1)",
-    ),
-    (
-      {"retention.checkpoint_every": "0"},
-      "retention.checkpoint_every=0 must be at least 1",
-    ),
-    (
-      {"retention.checkpoints": "0"},
-      "retention.checkpoints=0 must be at least 1",
-    ),
-    (
-      {"retention.episodes_every": "0"},
-      "retention.episodes_every=0 must be at least 1",
-    ),
     # An episode: 8 turns and a start of at most 60 s; three calls of a reward,
     # 30 s each, with waits of 0.5 and 1 s between them.
     (
@@ -337,17 +291,9 @@ def test_settings_that_fit_together_are_accepted(experiment, overrides):
       " ever be that long; lower the first",
     ),
     (
-      {"rollout.overlong": "overlong(max_tokens=32, buffer=33)"},
-      "rollout.overlong.buffer=33 must be in [1, 32]; it is the last of",
-    ),
-    (
       {"routing.default": "bandwith", "placement.decode_kind": "bandwidth"},
       "routing.default=bandwith names neither a pool nor a kind; there are "
       "decode (bandwidth); did you mean bandwidth?",
-    ),
-    (
-      {"rollout.grading.attempts": "0"},
-      "rollout.grading.attempts=0 must be at least 1; use 1 to call once",
     ),
   ],
 )
@@ -668,6 +614,15 @@ def test_a_preference_for_a_pool_that_does_not_exist_is_refused(experiment):
     ("overlap.redundancy.extra_members", "-1"),
     ("placement.learner.data", "0"),
     ("warm_start.steps", "0"),
+    ("rounds", "-1"),
+    ("batch.rows", "0"),
+    ("batch.tail_rows", "0"),
+    ("evaluation.every", "-1"),
+    ("evaluation.episodes", "-1"),
+    ("optimizer.schedule.warmup_updates", "-4"),
+    ("retention.checkpoint_every", "0"),
+    ("retention.checkpoints", "0"),
+    ("retention.episodes_every", "0"),
   ],
 )
 def test_every_part_of_the_tree_is_checked_and_named(experiment, path, text):

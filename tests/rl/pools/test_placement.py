@@ -285,16 +285,6 @@ def test_rules_are_set_from_the_command_line():
     assert overrides.from_json(overrides.to_json(changed)) == changed
 
 
-@pytest.mark.parametrize("name", ["learner", "decode"])
-def test_a_rule_for_an_axis_that_no_mesh_has_is_refused(name):
-  spec = MeshSpec(rules=sharding.Rules(heads="tensors"))
-  message = (
-    rf"^placement\.{name}\.rules\.heads=tensors: .*; did you mean tensor\?$"
-  )
-  with pytest.raises(ValueError, match=message):
-    dataclasses.replace(Placement(), **{name: spec}).validate()
-
-
 def test_too_few_devices_are_refused_with_the_way_out():
   place = Placement(learner=MeshSpec(data=8), decode=MeshSpec(data=1))
   with pytest.raises(ValueError, match=r"needs 9 .* sees 8; .*colocated=true"):

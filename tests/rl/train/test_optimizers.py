@@ -353,6 +353,7 @@ def test_defaults_can_work(kind):
       Adafactor(weight_decay=-0.1),
       r"adafactor\.weight_decay=-0\.1 must be a f",
     ),
+    (AdamW(b1=1.0), r"adamw\.b1=1\.0 must be in \[0, 1\)"),
     (AdamW(b2=1.0), r"adamw\.b2=1\.0 must be in \[0, 1\)"),
     (Muon(momentum=-0.1), r"muon\.momentum=-0\.1 must be in"),
     (Muon(iterations=0), r"muon\.iterations=0 must be at least 1; use 5"),
