@@ -18,7 +18,6 @@ from rl.loop import warm_start
 from rl.pools import placement
 from rl.runtime import checkpoint
 from rl.schedule import overlap
-from rl.settings import overrides
 from rl.train import train_state
 from tests.helpers import counting_runs
 
@@ -197,20 +196,3 @@ async def test_a_run_from_a_loaded_model_adds_fresh_adapters(ran, tmp_path):
   gate = adapters["layers"][0]["moe"]["lora"]["gate"]["b"]
   sizes = {"data": 2, "expert": 2, "context": 1, "tensor": 1}
   assert gate.sharding.mesh.shape == sizes
-
-
-def test_adapters_can_be_set_on_the_command_line():
-  bare = dataclasses.replace(experiment().model, lora=None)
-  start = experiment(model=bare)
-  changed = overrides.override(
-    start, "model.lora", "lora(rank=2,targets=('query','out'))"
-  )
-  assert changed.model.lora == lora.Lora(rank=2, targets=("query", "out"))
-  assert overrides.override(changed, "model.lora.alpha", "4").model.lora == (
-    lora.Lora(rank=2, alpha=4.0, targets=("query", "out"))
-  )
-  data = overrides.to_json(changed.model)
-  assert overrides.from_json(data) == changed.model
-  wrong = overrides.override(changed, "model.lora.targets", "querry,")
-  with pytest.raises(ValueError, match="did you mean 'query'"):
-    wrong.validate()

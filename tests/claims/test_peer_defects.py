@@ -57,22 +57,6 @@ def test_fewer_slots_than_episodes_in_flight_do_not_deadlock(name, slots):
   assert run.ledger.sampled == run.sampled_by_engines
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
-def test_publishing_while_more_play_than_two_engines_hold_does_not_deadlock(
-  name,
-):
-  run = virtual_run.Run(
-    ASYNCHRONOUS[name],
-    rounds=6,
-    group_size=4,
-    num_engines=2,
-    build=narrow(1),
-    transfer_s=2.0,
-  ).start()
-  assert run.observer.published == list(range(1, 7))
-  assert run.violations() == []
-
-
 # Environments.
 
 
@@ -152,23 +136,6 @@ def test_with_two_rounds_in_flight_it_waits_under_five_percent():
 
 
 # Members that are alike.
-
-
-def test_every_episode_of_a_run_has_noise_of_its_own_and_repeats_it():
-  source = fakes.Counting()
-  task = source.task(0, "train")
-
-  def noise(seed):
-    return [
-      episode.Episode(task, group, index, seed, attempt).noise
-      for group in range(20)
-      for attempt in range(3)
-      for index in range(32)
-    ]
-
-  assert len(set(noise(0))) == 20 * 3 * 32
-  assert noise(0) == noise(0)
-  assert not set(noise(0)) & set(noise(1))
 
 
 def test_members_of_a_group_sample_different_answers():

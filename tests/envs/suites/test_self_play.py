@@ -3,7 +3,6 @@ import dataclasses
 import functools
 import http.server
 import json
-import pickle
 import re
 import threading
 from typing import Any, ClassVar
@@ -281,12 +280,6 @@ def test_members_play_together_only_without_an_opponent():
   assert base.members_together(both()) == 2
   assert base.members_together(against_random()) == 1
   assert base.members_together(delayed.Delayed(source=both())) == 2
-
-
-def test_a_source_is_a_setting():
-  for source in (both(), against_random()):
-    assert pickle.loads(pickle.dumps(source)) == source
-    assert hash(source) == hash(pickle.loads(pickle.dumps(source)))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ import asyncio
 import contextlib
 import copy
 import itertools
-import pickle
 import random
 import subprocess
 import sys
@@ -183,18 +182,6 @@ def test_splits_share_no_seed():
   assert not seeds["train"] & seeds["eval"]
   assert len(seeds["train"]) == len(seeds["eval"]) == 1000
   assert SOURCE.task(17, "train").id == "guess_number/train/17"
-
-
-def test_256_games_at_the_same_time_all_end(play_all):
-  tasks = [SOURCE.task(i, "train") for i in range(256)]
-  played = play_all(SOURCE, tasks, SOURCE.oracle)
-  assert sum(sum(t.step_rewards) for t in played) == 256
-
-
-def test_a_source_is_a_setting():
-  other = pickle.loads(pickle.dumps(SOURCE))
-  assert other == SOURCE
-  assert hash(other) == hash(SOURCE)
 
 
 @pytest.mark.parametrize(

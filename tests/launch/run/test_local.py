@@ -246,18 +246,6 @@ def test_a_warm_start_of_faults_alone_ends_the_run_in_two_lines(
   assert more.endswith(cure)
 
 
-def test_the_log_of_a_run_that_fails_is_checked_and_told(run_dir, capsys):
-  # Steps of this size leave no finite number in the second round.
-  wild = optimizers.AdamW(learning_rate=1e30)
-  assert local.train(experiment(optimizer=wild), run_dir) == 1
-  told = capsys.readouterr().out
-  assert "gradient norm nan" in told
-  # Groups that were played or ready at the failure count as in flight.
-  assert "staleness: at most" in told
-  assert "error 0" in told
-  assert told.count("error: ") == 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Broken:
   """A reward that is nan, or raises."""

@@ -15,7 +15,7 @@ def _turn(context, tokens, versions, experts=None):
   return trajectory.Turn(
     context=np.asarray(context, np.int32),
     tokens=np.asarray(tokens, np.int32),
-    logprobs=np.linspace(-0.1, -3.3, len(tokens), dtype=np.float32),
+    logprobs=np.linspace(-1 / 7, -22 / 7, len(tokens), dtype=np.float32),
     versions=np.asarray(versions, np.int32),
     stop="stop",
     decode_s=0.25,

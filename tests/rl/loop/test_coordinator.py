@@ -184,39 +184,6 @@ def test_staleness_reaches_the_bound_and_never_passes_it(eta):
   assert min(lags) >= 0
 
 
-def test_synchronous_rollout_and_training_never_overlap():
-  run = virtual_run.Run(
-    overlap.sync(4, 1, 2), delay_s=uneven, learner=slow_learner(0.01)
-  ).start()
-  for round_ in range(4):
-    ready = [
-      e["t"]
-      for e in run.log.events
-      if e["kind"] == "ready" and e["group"] // 4 == round_
-    ]
-    taken = [
-      e["t"]
-      for e in run.log.events
-      if e["kind"] == "dequeued" and e["group"] // 4 == round_
-    ]
-    assert max(ready) <= min(taken)
-
-
-def test_a_pipelined_round_trains_while_its_tail_decodes():
-  def slow_last(priority):
-    return 0.2 if priority[0] % 4 == 3 else 0.0
-
-  run = virtual_run.Run(
-    overlap.rollout_pipe(4, 1, 1), rounds=1, delay_s=slow_last
-  ).start()
-  order = [
-    (e["kind"], e["group"])
-    for e in run.log.events
-    if e["kind"] in ("dequeued", "ready")
-  ]
-  assert order.index(("dequeued", 0)) < order.index(("ready", 3))
-
-
 @pytest.mark.parametrize("consume", ["submit", "ready"])
 @pytest.mark.parametrize("tokens", [1, 40, 80, 1000])
 def test_a_micro_batch_is_the_longest_prefix_that_is_ready_and_fits(
@@ -361,26 +328,6 @@ def test_a_resumed_run_plays_the_same_tasks_as_one_that_never_stopped():
   assert rest.tasks.cursor == whole.tasks.cursor
 
 
-@pytest.mark.parametrize("fault", ["start", "step", "nan", "text", "hang"])
-def test_faulty_environments_cost_their_tokens_and_nothing_else(fault):
-  source = fakes.Counting(fault=fault, faulty=lambda index: index % 3 == 0)
-  run = virtual_run.Run(
-    overlap.in_flight(4, 1, 2),
-    source=source,
-    step_s=0.1,
-    delay_s=at_once,
-    programs=virtual_run.Placing(),
-  ).start()
-  assert len(run.observer.rounds) == 4
-  faults = sum(m["faults/env_fault"] for m in run.observer.metrics)
-  broken = {e["group"] for e in run.log.events if e["kind"] == "fault"}
-  assert faults == 2 * len(broken) > 0  # Groups of two.
-  ledger = run.ledger
-  assert ledger.error == 0
-  assert (ledger.masked > 0) == (fault != "start")
-  assert run.violations() == []
-
-
 def test_the_log_says_which_members_a_limit_has_cut():
   # No episode of theirs ever ends.
   run = virtual_run.Run(
@@ -409,15 +356,6 @@ def test_the_log_says_which_members_of_a_group_were_trained():
   # (3 + 1) / 2 turns of 4 ids: half of the launched ones have one turn.
   assert found.launched.mean_length == 8.0
   assert run.violations() == []
-
-
-def test_groups_that_are_all_faults_do_not_stop_the_run():
-  run = virtual_run.Run(
-    overlap.sync(2, 1, 1),
-    source=fakes.Counting(fault="step"),
-    programs=virtual_run.Placing(),
-  ).start()
-  assert [m["trained_tokens"] for m in run.observer.metrics] == [0.0] * 4
 
 
 def test_a_dead_wait_is_named():

@@ -5,11 +5,10 @@ import collections
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from envs import mixture
-from rl.algorithms import advantages, group_filters
+from rl.algorithms import group_filters
 from rl.audit import event_log
 from rl.loop import coordinator, progress
 from rl.schedule import overlap
@@ -17,7 +16,7 @@ from rl.simulation import engine as simulated_engine
 from rl.simulation import learner as simulated_learner
 from rl.simulation import processor as simulated_processor
 from rl.testing import fakes
-from tests.helpers import played_members, virtual_run
+from tests.helpers import virtual_run
 
 EAGER_DROP = dataclasses.replace(
   overlap.in_flight(4, 1, 1),
@@ -188,44 +187,6 @@ def test_what_can_no_longer_make_it_is_cancelled_at_once(schedule):
   # Each member had its first token, which nobody will train.
   assert dropped["tokens"] == sum(e["tokens"] for e in aborted) == 2
   assert left == [True, True]
-
-
-def test_the_engine_has_an_aborted_request_no_more():
-  seen = []
-
-  async def watch(run):
-    engine = run.engines[0]
-    await asyncio.sleep(0.5)
-    seen.extend(engine.begun(f"train/0/0/{i}/0") for i in range(2))
-    while not run.of("dropped"):
-      await asyncio.sleep(0.25)
-    for i in range(2):
-      with pytest.raises(ValueError, match="is not in flight"):
-        engine.begun(f"train/0/0/{i}/0")
-    seen.append("gone")
-
-  run(rounds=4, disturb=watch).start()
-  # Their first tokens were of version 0.
-  assert seen == [0, 0, "gone"]
-
-
-def test_a_play_that_waits_for_its_environment_is_cancelled_as_well():
-  source = virtual_run.Watched(
-    fakes.Counting(
-      turns=2, lag_s=lambda index, member: float(500 * (index == hung[0]))
-    )
-  )
-  hung = [source.task(0, "train").index]
-  first = virtual_run.Run(DROP, rounds=1, source=source).start()
-  hung[0] = int(first.of("submitted", group=0)[0]["task"].rsplit("/", 1)[1])
-  this = virtual_run.Run(DROP, rounds=4, step_s=600.0, source=source).start()
-  dropped = this.of("dropped", group=0)[0]
-  assert dropped["reason"] == "stale"
-  assert dropped["t"] == stale_at(this, 0)
-  # An answer of two ids each, which the environment was chewing on.
-  assert dropped["tokens"] == 4
-  assert all(env.closed for env in this.environments(dropped))
-  assert this.violations() == []
 
 
 def test_drop_plays_another_task_of_the_same_source():
@@ -445,87 +406,6 @@ def test_a_group_is_the_first_g_of_its_members_and_the_rest_is_aborted_then():
   assert run.violations() == []
 
 
-def test_the_engine_and_the_environments_are_rid_of_a_redundant_member():
-  seen = []
-
-  async def watch(run):
-    await asyncio.sleep(2.9)
-    seen.append(run.engines[0].stats().running)
-    await asyncio.sleep(0.2)
-    seen.append(run.engines[0].stats().running)
-    for group in (0, 1):
-      for env in run.environments({"group": group, "attempt": 0}):
-        assert env.closed
-
-  with_members(members(), rounds=1, disturb=watch).start()
-  # Of five in each of two groups two have ended; a moment later all have.
-  assert seen == [6, 0]
-
-
-def test_advantages_are_over_exactly_the_g_that_make_up_the_group():
-  seen = []
-
-  class Values(virtual_run.Observer):
-    async def on_round(self, trained):
-      seen.extend(zip(trained.groups, trained.advantages, strict=True))
-
-  schedule = members(extra=2)
-  run = virtual_run.Run(
-    schedule,
-    rounds=4,
-    group_size=GROUP,
-    observer=Values(),
-    programs=virtual_run.Placing(),
-    estimator=advantages.Grpo(),
-    source=fakes.Counting(turns=1),
-    delay_s=lambda priority: 0.2 * (priority[1] not in FIRST),
-  ).start()
-  assert len(seen) == 4 * 2
-  varied = 0
-  for group, values in seen:
-    rewards = np.array([t.reward for t in group.trajectories], np.float64)
-    assert rewards.shape == values.shape == (GROUP,)
-    varied += bool(np.ptp(rewards))
-    expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
-  assert varied
-  assert run.violations() == []
-  assert run.ledger.error == 0
-
-
-def test_a_member_with_a_fault_is_replaced_by_a_redundant_one():
-  source = fakes.Counting(turns=1, fault="step", member=lambda m: m in (0, 4))
-  run = with_members(members(), rounds=2)
-  run.source = source
-  run.start()
-  for group in run.groups:
-    # 0 and 4 are at fault; the others come in after 2, 40 and 50 s.
-    assert [t.index for t in group.trajectories] == [1, 2, 3]
-    assert all(t.status.trainable for t in group.trajectories)
-  assert run.of("aborted") == []
-  assert all(e["masked"] == 0 for e in run.of("trained"))
-  # What the two of each group had sampled is in no update.
-  assert run.ledger.dropped == {"redundant": 4 * 2 * 2}
-  assert run.ledger.error == 0
-  assert run.violations() == []
-
-
-def test_with_more_faults_than_redundancy_they_fill_the_group_up():
-  source = fakes.Counting(turns=1, fault="step", member=lambda m: m != 2)
-  run = with_members(members(), rounds=2)
-  run.source = source
-  run.start()
-  for group in run.groups:
-    trainable = [t.index for t in group.trajectories if t.status.trainable]
-    assert trainable == [2]
-    assert len(group.trajectories) == GROUP
-    values, trained = played_members.of_group(group, advantages.Grpo())
-    assert not values.any()
-    assert not trained.any()
-  assert run.ledger.error == 0
-  assert run.violations() == []
-
-
 @pytest.mark.parametrize("fault", ["start", "step", "hang", "close", "nan"])
 @pytest.mark.parametrize(
   "schedule",
@@ -559,20 +439,6 @@ def test_faults_and_redundancy_together_lose_no_token(schedule, fault):
   assert run.violations() == []
 
 
-def test_a_slow_close_of_a_redundant_member_holds_nobody_up():
-  source = virtual_run.Watched(
-    fakes.Counting(turns=1),
-    close_s=lambda member: 0.0 if member in FIRST else 40.0,
-  )
-  run = with_members(members(), rounds=2)
-  run.source = source
-  run.start()
-  assert [e["t"] for e in run.of("ready")] == [3.0, 3.0, 7.0, 7.0]
-  assert [e["t"] for e in run.of("published")] == [4.0, 8.0]
-  # The run waits for what closes at its end, as long as it has patience.
-  assert run.violations() == []
-
-
 # Groups.
 
 
@@ -602,15 +468,6 @@ def test_tasks_of_redundant_groups_are_given_back():
   assert len(run.of("submitted")) == 3 * 6
   # Slots that count: those of the groups that were trained.
   assert run.tasks.cursor["slots"] == {"counting": 3 * 4}
-
-
-def test_a_round_with_extra_groups_does_not_wait_for_its_slowest():
-  alone = slow_groups(groups(0), rounds=3).start()
-  spared = slow_groups(groups(2), rounds=3).start()
-  # Of twelve groups 1, 3, 7 and 9 are slow: each of three rounds has one.
-  assert alone.seconds > 3 * 500
-  assert spared.seconds < 3 * 10
-  assert [len(round_) for round_ in spared.observer.rounds] == [4, 4, 4]
 
 
 def test_a_run_that_stopped_with_its_round_complete_goes_on_within_its_bound():

@@ -227,48 +227,6 @@ async def test_all_are_closed_even_when_one_cannot_be():
     await pooled.generate(pools.request("b"))
 
 
-async def test_a_mapped_domain_falls_back_within_a_dispatch_and_returns():
-  log = event_log.EventLog()
-  pooled, engines = pools.pool(
-    delay_s=1.0,
-    log=log,
-    routing={"prefer": {"math": "wide"}},
-    infos=[FAST, WIDE],
-  )
-  play = asyncio.create_task(pools.episode(pooled, "a", "math"))
-  await asyncio.sleep(0.1)
-  await engines[1].close()
-  number, versions = await play
-  assert (number, versions) == (1, [0] * 6)
-  assert await pooled.begin("b", "math") == 0
-  with pytest.raises(ValueError, match="engine 0 is open, not lost"):
-    pooled.recover(0, pools.engine((5,)))
-  pooled.recover(1, pools.engine((5,)))
-  assert await pooled.begin("c", "math") == 1
-  assert (await pooled.generate(pools.request("r", "c"))).tokens[0] == 5
-  described = pooled.describe()
-  assert [{k: v for k, v in e.items() if k != "t"} for e in log.events] == [
-    *(
-      {"kind": "engine_pool", "engine": i, "pool": x.pool, "hardware": x.kind}
-      for i, x in enumerate((FAST, WIDE))
-    ),
-    {"kind": "preference", "source": "math", "wanted": "wide"},
-    {
-      "kind": "engine_lost",
-      "engine": 1,
-      "reason": "the scripted engine was closed",
-    },
-    {"kind": "fallback", "session": "a", "wanted": "wide", "engine": 0},
-    {"kind": "moved", "session": "a", "engine": 0},
-    {"kind": "fallback", "session": "b", "wanted": "wide", "engine": 0},
-    {"kind": "engine_back", "engine": 1, "version": 0},
-  ]
-  assert described["route_fallbacks"] == 2.0
-  assert described["route_returns"] == 1.0
-  assert described["sessions_moved"] == 1.0
-  assert described["sessions/wide/math"] == 2.0
-
-
 async def test_an_engine_comes_back_with_the_newest_weights_or_not_at_all():
   pooled, engines = pools.pool(delay_s=1.0)
   await engines[1].close()

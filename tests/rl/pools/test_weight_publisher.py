@@ -297,16 +297,6 @@ def test_a_copy_survives_the_donation_of_the_original(thread, meshes, axis):
   assert copy.sharding == where
 
 
-def test_a_copy_of_the_same_sharding_shares_no_buffer(thread, where):
-  params = jax.device_put(np.arange(4.0), where)
-  copy = asyncio.run(thread.run("copy", weight_transfer.copy_to, params, where))
-
-  def buffers(x):
-    return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
-
-  assert not buffers(params) & buffers(copy)
-
-
 async def test_only_what_is_another_array_moves_again(
   make, log, spans, params, where
 ):

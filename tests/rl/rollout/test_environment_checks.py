@@ -203,10 +203,6 @@ def test_a_flaw_fails_its_own_check_alone(flaw, check, words):
   assert words in faults[check]
 
 
-def test_a_reward_that_is_not_finite_is_named():
-  assert "nan is not a finite number" in faults_of(Echo("nan"))["episodes"]
-
-
 def test_a_reward_that_changes_its_mind_is_found():
   faults = faults_of(Echo(), reward=Moody())
   assert [*faults] == ["reward"]

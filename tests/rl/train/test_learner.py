@@ -205,30 +205,6 @@ def test_sums_count_clipped_tokens_and_the_distance_to_behaviour(
   assert total.sums.lag_kl.sum() == pytest.approx(late, rel=1e-4)
 
 
-def test_micro_batches_add_up_to_the_whole(programs, params, packed, total):
-  rows = [only_row(packed, row) for row in range(4)]
-  parts = on_mesh(accumulate, programs, params, rows)
-  assert_close(parts.grads, total.grads, rtol=1e-6)
-  for name in ("tokens", "loss", "clipped", "entropy", "ratio"):
-    whole = getattr(total.sums, name)
-    assert getattr(parts.sums, name) == pytest.approx(whole, rel=1e-5)
-
-
-@pytest.mark.parametrize("planted", [-np.inf, np.inf, np.nan], ids=str)
-def test_what_is_padding_or_not_sampled_changes_nothing(
-  programs, params, packed, total, planted
-):
-  padding = packed.segments == 0
-  changed = packed._replace(
-    tokens=np.where(padding, 7, packed.tokens).astype(np.int32),
-    behaviour=np.where(packed.sampled, packed.behaviour, np.float32(planted)),
-    advantages=np.where(packed.sampled, packed.advantages, np.float32(planted)),
-  )
-  assert padding.any()
-  again = on_mesh(accumulate, programs, params, [changed])
-  jax.tree.map(np.testing.assert_array_equal, again, total)
-
-
 def test_a_batch_without_tokens_changes_nothing_but_the_count(programs, params):
   state = fresh(programs, params)
   state, metrics = on_mesh(step, programs, state, [batch.empty(4, 12)])
@@ -381,19 +357,6 @@ def test_init_has_the_shapes_and_shardings_of_abstract(programs):
   assert jax.tree.map(describe, state) == jax.tree.map(
     describe, programs.abstract
   )
-
-
-def test_the_loss_of_one_batch_goes_down(programs, params, packed):
-  own = on_mesh(score, programs, params, packed)
-  on_policy = packed._replace(behaviour=own)
-  state, history = fresh(programs, params), []
-  for _ in range(8):
-    state, metrics = on_mesh(step, programs, state, [on_policy])
-    history.append(float(metrics["loss"]))
-  # Ratios start at 1: minus the mean advantage of a token.
-  expected = -packed.advantages[packed.sampled].mean()
-  assert history[0] == pytest.approx(expected, abs=1e-5)
-  assert history[-1] < history[0] - 0.1
 
 
 def test_the_balance_of_the_router_is_part_of_what_is_minimised(
@@ -681,13 +644,6 @@ def test_members_of_a_group_do_share_their_prompt():
     sum((b.segments > 0).sum() for b in x) for x in (shared, pack_all().batches)
   ]
   assert used[0] < used[1]
-
-
-def test_eight_devices_have_the_gradient_of_one():
-  assert_same(
-    on_mesh(gradient, build_whole(2, 2, 2), pack_all().batches),
-    whole_gradient(),
-  )
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)

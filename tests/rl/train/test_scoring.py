@@ -273,50 +273,6 @@ def test_without_a_critic_a_reference_or_a_second_policy_nothing_is_scored():
 # Whose scores, and when.
 
 
-def several_updates(trainer):
-  async def scenario():
-    await trainer.begin_round(0)
-    for first in (5, 9):
-      await trainer.accumulate(
-        [group(member(1.0, first=first), member(0.0, first=first + 2))]
-      )
-      await trainer.update()
-
-  return scenario()
-
-
-@pytest.mark.parametrize(
-  ("old_logprob", "updates"), [("snapshot", 0), ("recompute", 1)]
-)
-def test_a_second_minibatch_is_held_against_what_was_asked_for(
-  old_logprob, updates
-):
-  programs = Programs()
-  trained(several_updates, programs, presets.Grpo(), old_logprob=old_logprob)
-  old = programs.column("old")
-  assert old[5] == pytest.approx(-0.5)
-  # The round began with the weights of no updates; one was taken since.
-  assert old[9] == pytest.approx(-0.9 - updates / 4)
-
-
-def test_epochs_keep_the_old_policy_and_the_advantages():
-  programs = Programs()
-  algorithm = presets.Grpo(correction=corrections.TokenTruncated())
-  trained(
-    once(group(member(1.0), member(0.0))),
-    programs,
-    algorithm,
-    old_logprob="recompute",
-    epochs=3,
-  )
-  assert len(programs.batches) == 3
-  assert programs.scored == 1
-  for name in ("old", "advantages", "behaviour"):
-    first, *others = (getattr(b, name) for b in programs.batches)
-    for other in others:
-      np.testing.assert_array_equal(other, first)
-
-
 # The real programs.
 
 

@@ -354,34 +354,6 @@ def test_a_bad_batch_changes_not_one_bit_and_the_next_one_trains(
   assert all(jax.tree.leaves(moved))
 
 
-@pytest.mark.parametrize(("dtype", "critic"), KINDS)
-def test_a_run_goes_on_as_if_there_had_been_no_bad_batch(dtype: Dtype, critic):
-  programs = build(dtype, critic)
-
-  def trained(batches):
-    state = programs.init(jax.random.key(0))
-    for data in batches:
-      state, _ = step(programs, state, data)
-    return jax.device_get(state)
-
-  with_bad = trained([with_nan(), good(), steep(), good(), lost()])
-  assert_same_bits(with_bad, trained([good(), good()]))
-
-
-@pytest.mark.parametrize(("dtype", "critic"), KINDS)
-def test_one_bad_micro_batch_of_several_is_enough(dtype: Dtype, critic):
-  programs = build(dtype, critic)
-  state = programs.init(jax.random.key(0))
-  before, total = jax.device_get(state), None
-  for data in (good(), with_nan(), good()):
-    total = programs.accumulate(
-      state.params, total, programs.place(data), state.critic
-    )
-  state, metrics = programs.update(state, total)
-  assert metrics["skipped"] == 1
-  assert_same_bits(jax.device_get(state), before)
-
-
 def test_a_log_probability_of_minus_infinity_is_a_bounded_ratio():
   """Its token is clipped or pushes no further; the others are trained."""
   programs = build("float32", False)

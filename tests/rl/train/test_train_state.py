@@ -309,29 +309,6 @@ def test_a_moment_lies_where_its_parameter_does(optimizer, layout):
   assert ((1,), jax.P()) in gate
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=IDS)
-def test_no_device_holds_all_moments(optimizer, layout):
-  places = _placed(optimizer, layout)
-  params = jax.device_put(_draws(0), places[0])
-  _, state = _updated(optimizer, params, [params], places)
-  large = [x for x in jax.tree.leaves(state) if x.ndim > 1]
-  assert large
-  for moment in large:
-    # Those of the router, [32, 4], and of matrices are split at least in two.
-    assert moment.addressable_shards[0].data.size <= moment.size / 2
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=IDS)
-def test_with_adapters_only_their_moments_exist(optimizer, layout):
-  config = config_lib.tiny_moe(
-    vocab_size=24, num_layers=1, d_model=32, lora=lora.Lora(rank=2)
-  )
-  params, state = _placed(optimizer, layout, config)
-  trained = set(jax.tree.leaves(params))
-  assert jax.tree.leaves(state)
-  assert {x.spec for x in jax.tree.leaves(state)} & {x.spec for x in trained}
-
-
 def test_a_square_takes_its_last_axis_as_reduced(layout):
   # Which one it was cannot be told from [8]; both ways the result is right.
   square = jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -78,20 +78,6 @@ async def test_the_policy_becomes_the_reference_every_so_many_rounds(thread):
   assert referred == [2, 4]
 
 
-async def test_a_snapshot_outlives_the_updates_of_its_round_only(thread):
-  programs = Programs()
-
-  trainer = build(thread, programs, old_logprob="snapshot")
-  await trainer.begin_round(7)
-  for _ in range(4):
-    await trainer.accumulate([group(1.0, 0.0)])
-    await trainer.update()
-  updates = trainer.state.updates
-  assert trainer.params == {"updates": 4}
-  assert updates == 4
-  assert programs.compared_with == [-0.5] * 4
-
-
 async def test_an_estimator_of_the_batch_compares_all_groups_of_an_update(
   thread,
 ):
@@ -133,20 +119,6 @@ async def test_the_critic_of_a_rounds_start_says_the_values_of_all_its_updates(
   said = [set(b.values[b.sampled].tolist()) for b in programs.batches]
   # By the number of updates of the weights that said it.
   assert said == [{0.0}, {0.0}, {2.0}, {2.0}]
-
-
-async def test_members_with_a_fault_are_not_trained(thread):
-  programs = Programs()
-
-  trainer = build(thread, programs)
-  await trainer.begin_round(0)
-  (used,) = await trainer.accumulate([group(1.0, None, 0.0)])
-  sums = await trainer.update()
-  assert used.trained.tolist() == [True, False, True]
-  assert used.advantages[1] == 0
-  # Two members of two tokens each.
-  (packed,) = programs.batches
-  assert packed.sampled.sum() == sums["tokens"] == 4
 
 
 async def test_members_that_a_limit_cut_are_compared_but_not_trained(thread):
@@ -249,16 +221,6 @@ async def test_an_update_of_nothing_takes_no_step(thread, groups):
   assert not any(one.trained.any() for one in used)
   # The next one is whole, and nothing of this is in it.
   assert (len(programs.batches), later) == (1, 4.0)
-
-
-async def test_an_update_before_anything_was_accumulated_takes_no_step(thread):
-  trainer = build(thread)
-  await trainer.begin_round(0)
-  sums = await trainer.update()
-  updates = trainer.state.updates
-  assert updates == 0
-  found = {name: sums[name] for name in learner.METRICS}
-  assert found == pytest.approx(NOTHING, nan_ok=True)
 
 
 async def test_an_update_of_nothing_is_in_no_mean(thread):

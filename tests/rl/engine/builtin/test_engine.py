@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import dataclasses
-import functools
 
 import jax
 import jsonschema
@@ -27,21 +26,6 @@ def prefilled(served):
 
 
 # Prefixes, pages and rows.
-
-
-async def test_a_later_turn_feeds_only_what_is_new(served):
-  await served.engine.flush_cache()
-  session, ids = served.name(), [1, 2, 3, 4, 5]
-  first = await served.answer(ids, 3, session=session)
-  ids += [*first.tokens.tolist(), 7, 8]
-  before = prefilled(served)
-  second = await served.answer(ids, 3, session=session)
-  # 5 of the prompt and 2 of the 3 sampled: the last was never fed.
-  assert (first.cached_tokens, second.cached_tokens) == (0, 7)
-  # That one and the context [7, 8].
-  assert prefilled(served) - before == 3
-  assert second.tokens.tolist() == served.greedy(ids, 3)
-  assert served.is_greedy(ids, second.tokens)
 
 
 async def test_a_session_that_changes_its_past_is_encoded_from_there(served):
@@ -137,21 +121,6 @@ async def test_a_group_that_fills_all_pages_outlives_new_weights(pressed, mode):
 
 
 # Sampling.
-
-
-async def test_sampling_ends_behind_a_stop_id_and_at_the_limit(served):
-  ask = functools.partial(served.answer, [1, 2, 3], temperature=3.0, seed=3)
-  tokens = (await ask(12)).tokens.tolist()
-  # The last place at which an id occurs for the first time.
-  last = max(tokens.index(id_) for id_ in tokens)
-  assert last > 3
-  for room, stop in ((12, "stop"), (last + 1, "stop"), (last, "length")):
-    answer = await ask(room, stop_ids=(tokens[last],))
-    assert answer.stop == stop
-    assert answer.tokens.tolist() == tokens[: min(room, last + 1)]
-  for stop_ids, stop in (((), "length"), ((tokens[0],), "stop")):
-    answer = await ask(1, stop_ids=stop_ids)
-    assert (answer.stop, answer.tokens.tolist()) == (stop, tokens[:1])
 
 
 async def test_a_bias_forbids_and_more_of_them_than_rows_wait(served):
@@ -314,12 +283,6 @@ async def test_a_constraint_that_fails_ends_its_own_request_only(served):
   served.check()
 
 
-async def test_the_strictest_filters_leave_the_most_probable_id(served):
-  for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-    answer = await served.answer([3, 1], 8, temperature=2.0, **filters)
-    assert served.is_greedy([3, 1], answer.tokens)
-
-
 async def sampled(served, requests, order=None, gap_s=0.0):
   """The answers to requests that arrive in an order; order of the requests."""
   tasks = {}
@@ -352,29 +315,6 @@ def test_the_same_seeds_give_the_same_tokens_under_any_schedule(
     for answer, same in zip(answers, expected, strict=True):
       assert answer.tokens.tolist() == same.tokens.tolist()
       np.testing.assert_allclose(answer.logprobs, same.logprobs, atol=1e-4)
-
-
-def test_abort_leaves_the_tokens_of_all_others_as_they_were(served):
-  requests = tiny_engine.mixture(served, 14)
-  expected = served.run(sampled(served, requests))
-
-  async def disturb(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(12):
-      request, task = served.begin(some_ids(rng, 1, 18), 14, priority=(-1,))
-      await asyncio.sleep(rng.choice([0, 0.001, 0.004]))
-      if not task.done():
-        served.engine.abort(request.request_id)
-      await task
-
-  async def both():
-    disturbing = [asyncio.create_task(disturb(seed)) for seed in range(3)]
-    answers = await sampled(served, requests)
-    await asyncio.gather(*disturbing)
-    return answers
-
-  for answer, same in zip(served.run(both()), expected, strict=True):
-    assert answer.tokens.tolist() == same.tokens.tolist()
 
 
 # Aborts and cancellation.
@@ -470,21 +410,6 @@ async def test_rows_and_pages_of_the_aborted_are_used_during_their_dispatch(
     else:
       assert len((await task).tokens) == 0
   queueing.check()
-
-
-async def test_closing_during_a_dispatch_fails_every_request(breakable):
-  async def read():
-    return [
-      d async for d in breakable.engine.stream(breakable.request([7], 20))
-    ]
-
-  tasks = [breakable.begin([i + 1], 20)[1] for i in range(6)]
-  tasks.append(asyncio.create_task(read()))
-  async with breakable.held(2):
-    await breakable.engine.close()
-    for task in tasks:
-      with pytest.raises(contract.EngineClosed, match="was closed"):
-        await task
 
 
 # New weights.
