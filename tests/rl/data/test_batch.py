@@ -443,21 +443,15 @@ def test_the_rows_of_a_shard_lie_together():
   assert (packed.segments > 0).sum(1).tolist() == [9, 6, 8, 7]
 
 
-def test_the_last_batches_may_be_smaller():
-  # Three full rows: a batch of two, and one of one.
+# Three full rows: a batch of two, and one of one or a row that has no place.
+@pytest.mark.parametrize(
+  ("settings", "rows", "last"),
+  [({"tail_rows": 1}, [2, 1], (1, 0)), ({"only_full": True}, [2], None)],
+  ids=["smaller", "left for later"],
+)
+def test_what_fills_no_batch_is_a_smaller_one_or_left(settings, rows, last):
   episodes = [drawn.episode([(1, 3)], 10 * i) for i in range(3)]
-  packed = batch.pack(episodes, rows=2, length=4, version=0, tail_rows=1)
-  assert [b.tokens.shape for b in packed.batches] == [(2, 4), (1, 4)]
-  assert [p and (p.batch, p.row) for p in packed.places] == [
-    (0, 0),
-    (0, 1),
-    (1, 0),
-  ]
-
-
-def test_what_fills_no_batch_can_be_left_for_later():
-  # Three full rows: a batch of two, and one row that has no place.
-  episodes = [drawn.episode([(1, 3)], 10 * i) for i in range(3)]
-  packed = batch.pack(episodes, rows=2, length=4, version=0, only_full=True)
-  assert [b.tokens.shape for b in packed.batches] == [(2, 4)]
-  assert [p and p.row for p in packed.places] == [0, 1, None]
+  packed = batch.pack(episodes, rows=2, length=4, version=0, **settings)
+  assert [b.tokens.shape for b in packed.batches] == [(n, 4) for n in rows]
+  places = [p and (p.batch, p.row) for p in packed.places]
+  assert places == [(0, 0), (0, 1), last]

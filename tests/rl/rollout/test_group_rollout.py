@@ -69,22 +69,17 @@ def test_members_of_a_group_have_noise_of_their_own_that_repeats():
   assert again.noise not in noise
 
 
-def test_the_turn_limit_truncates_and_still_grades():
-  limits = dataclasses.replace(players.LIMITS, max_turns=2)
+# Turns take 4 ids: two whole turns fit 9, the third has room for no answer.
+@pytest.mark.parametrize(
+  "limit", [{"max_turns": 2}, {"max_tokens": 9, "max_turns": 9}], ids=str
+)
+def test_a_limit_truncates_before_it_is_passed_and_still_grades(limit):
+  limits = dataclasses.replace(players.LIMITS, **limit)
   group = players.play_group(fakes.Counting(turns=4), limits=limits)
   ended = group.trajectories[0]
   assert ended.status is trajectory.Status.TRUNCATED
-  assert len(ended.turns) == 2
+  assert (len(ended.turns), len(ended.ids)) == (2, 8)
   assert ended.reward == pytest.approx(0.5)  # two of four answers
-
-
-def test_the_token_limit_truncates_before_it_is_passed():
-  # Turns take 4 ids: two whole turns fit 9, the third has room for no answer.
-  limits = dataclasses.replace(players.LIMITS, max_tokens=9, max_turns=9)
-  group = players.play_group(fakes.Counting(turns=9), limits=limits)
-  ended = group.trajectories[0]
-  assert ended.status is trajectory.Status.TRUNCATED
-  assert len(ended.ids) == 8
 
 
 async def test_an_answer_that_is_nearly_too_long_is_worth_less():
@@ -751,39 +746,24 @@ async def test_an_engine_that_cancels_by_itself_loses_no_group():
   assert "the engine cancelled" in fault["what"]
 
 
-async def test_an_abort_reaches_a_request_whose_engine_was_lost():
+# The other engine begins it anew, at 4 s, and has sampled a first token by 8 s.
+@pytest.mark.parametrize(("later_s", "sampled"), [(4.0, 1), (0.0, 0)])
+async def test_an_abort_reaches_a_request_whose_engine_was_lost(
+  later_s, sampled
+):
   engines = [players.engine(delay_s=lambda _: 10.0) for _ in range(2)]
   playing = players.player(fakes.Counting(), limits=players.ONE)
-  pool = router.Router(engines)
-  playing = dataclasses.replace(playing, router=pool)
+  playing = dataclasses.replace(playing, router=router.Router(engines))
   play = players.begin(playing)
   running = asyncio.create_task(play.run())
   await asyncio.sleep(4)
   await engines[0].close()
-  await asyncio.sleep(4)
+  if later_s:
+    await asyncio.sleep(later_s)
   play.abort("stale")
   group = await running
-  end_s = asyncio.get_running_loop().time()
-  # The other engine has begun it anew, at 4 s, and sampled a first token.
-  assert (end_s, group.num_sampled) == (8.0, 1)
-  assert group.trajectories[0].status is STATUS.STALE
-
-
-async def test_an_abort_reaches_a_request_whose_engine_dies_at_that_moment():
-  loop = asyncio.get_running_loop()
-  engines = [players.engine(delay_s=lambda _: 10.0) for _ in range(2)]
-  pool = router.Router(engines)
-  playing = players.player(fakes.Counting(), limits=players.ONE)
-  playing = dataclasses.replace(playing, router=pool)
-  play = players.begin(playing)
-  running = asyncio.create_task(play.run())
-  await asyncio.sleep(4)
-  await engines[0].close()
-  play.abort("stale")
-  group = await running
-  end_s = loop.time()
-  sampled_anew = engines[1].stats().sampled_tokens
-  assert (end_s, sampled_anew) == (4.0, 0)
+  assert asyncio.get_running_loop().time() == 4.0 + later_s
+  assert group.num_sampled == engines[1].stats().sampled_tokens == sampled
   assert group.trajectories[0].status is STATUS.STALE
 
 

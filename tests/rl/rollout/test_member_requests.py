@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,18 +155,14 @@ def test_graded_members_are_kept_and_others_graded_once_more():
   assert len(players.of_kind(playing, "reward")) == 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Altered:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Altered(fakes.Counting):
   """A source whose environments do something else than those of `Counting`."""
 
   what: str
-  name: str = "counting"
 
-  def task(self, index, split):
-    return fakes.Counting().task(index, split)
-
-  def __call__(self, task):
-    return _Altered(fakes.Counting()(task), self.what)
+  def __call__(self, task) -> Any:
+    return _Altered(super().__call__(task), self.what)
 
 
 @dataclasses.dataclass
@@ -205,7 +202,7 @@ class _Altered:
   ],
 )
 def test_an_environment_that_differs_is_played_anew_and_named(what, reason):
-  source = Altered(what)
+  source = Altered(what=what)
   anew, _ = go_on(source)
   group, playing = go_on(source, cut_off(fakes.Counting(), 6.5))
   events = players.of_kind(playing, "begun_anew")
@@ -245,16 +242,10 @@ def test_a_log_of_members_that_go_on_is_one_of_a_whole_life():
   assert [follows.observe(event) for event in log] == [None] * len(log)
 
 
-@dataclasses.dataclass(frozen=True)
-class Asking:
+class Asking(fakes.Counting):
   """A source of agents that ask for nothing."""
 
-  name: str = "counting"
-
-  def task(self, index, split):
-    return fakes.Counting().task(index, split)
-
-  def __call__(self, task):
+  def __call__(self, task) -> Any:
     return _Agent()
 
 
