@@ -194,11 +194,7 @@ class _AddressedProcess(followed.Followed):
 
   def _play(self, lines: host.JsonLines, name: str) -> int | str:
     """Returns the code of the program, or why a full host has refused it."""
-    program = host.sent(self.program)
-    # An empty one, such as XLA_FLAGS, would hide that of the other host.
-    given = self.program.environment
-    program["environment"] = {name: x for name, x in given.items() if x}
-    lines.send(token=self._token, program=program)
+    lines.send(token=self._token, program=host.sent(self.program))
     while True:
       # Not before its number is known: then it has begun.
       for number in self._taken() if self._begun.is_set() else []:

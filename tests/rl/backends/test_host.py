@@ -146,29 +146,6 @@ def test_a_program_that_has_failed_goes_to_another_host(tmp_path):
     assert places == [one.address, other.address, one.address]
 
 
-@pytest.mark.parametrize(
-  ("flags", "found"), [("", "of the host"), ("of the run", "of the run")]
-)
-def test_flags_of_a_host_hold_unless_the_run_has_others(
-  tmp_path, monkeypatch, flags, found
-):
-  monkeypatch.setenv("XLA_FLAGS", "of the host")
-  script = under_test.scripted(
-    tmp_path,
-    "says",
-    "import os; print(os.environ['XLA_FLAGS'])",
-    environment={"XLA_FLAGS": flags},
-  )
-  with under_test.listening() as server:
-    setting = addresses.KnownAddresses(
-      at=(server.address,), token_file=str(under_test.token_file(tmp_path))
-    )
-    launcher = setting.open(tmp_path)
-    assert under_test.ended(launcher.start(script)) == 0
-    under_test.says(script, f"{found}\n")
-    launcher.close()
-
-
 def test_a_host_without_room_for_a_log_says_so(tmp_path, monkeypatch):
   program = host.sent(under_test.scripted(tmp_path, "waits", WAITS))
   monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
