@@ -305,16 +305,14 @@ class ModelConfig:
     if experts and chosen > experts:
       out = f"use {experts} or fewer"
       yield f"experts_per_token={chosen} is above num_experts={experts}; {out}"
+    why = "no published family has both, so it could not be exported"
     if experts and not self.qk_norm:
-      why = "no published family has both, so it could not be exported"
       yield f"qk_norm=false with num_experts={experts}: {why}; use one of them"
     if self.qkv_bias and self.qk_norm:
-      why = "no published family has both, so it could not be exported"
       yield f"qkv_bias=true with qk_norm=true: {why}; use one of them"
     named = f"architecture={self.architecture}"
     if self.norms_output and (experts or not self.qk_norm):
       wrong = "qk_norm=false" if not self.qk_norm else f"num_experts={experts}"
-      why = "no published family has both, so it could not be exported"
       out = "use qk_norm=true and num_experts=0"
       yield f"{named} with {wrong}: {why}; {out}"
     if (window := self.window) is not None and not self.norms_output:
@@ -330,17 +328,18 @@ class ModelConfig:
           why = "with a window: no published family but Gemma and OLMo has both"
           out = f"use {name}={str(wanted).lower()}, as in Mistral 7B"
           yield f"{name}={str(found).lower()} {why}; {out}"
-    if window is not None and self.norms_output:
-      theta = self.rope_theta
-      if self.rope_scaling is not None and window.rope_theta is None:
-        why = "with rope_scaling, which layers with a window never have"
-        yield f"window.rope_theta=none {why}; use window.rope_theta={theta}"
-      if self.architecture == "olmo":
-        for name, found in (("", theta), ("window.", window.rope_theta)):
-          if found not in (None, _OLMO_THETA):
-            why = "no published OLMo with a window has another, and files of"
-            why += f" transformers cannot tell; use {_OLMO_THETA}"
-            yield f"{name}rope_theta={found} with {named}: {why}"
+    near = None if window is None else window.rope_theta
+    scales = window is not None and self.rope_scaling is not None
+    if scales and self.norms_output and near is None:
+      why = "with rope_scaling, which layers with a window never have"
+      out = f"use window.rope_theta={self.rope_theta}"
+      yield f"window.rope_theta=none {why}; {out}"
+    if window is not None and self.architecture == "olmo":
+      for name, theta in (("", self.rope_theta), ("window.", near)):
+        if theta not in (None, _OLMO_THETA):
+          why = "no published OLMo with a window has another, and files of"
+          why += f" transformers cannot tell; use {_OLMO_THETA}"
+          yield f"{name}rope_theta={theta} with {named}: {why}"
     scalar = self.query_pre_attn_scalar
     if scalar is not None and (scalar < 1 or self.architecture != "gemma"):
       why = "is for architecture=gemma, and above 0"

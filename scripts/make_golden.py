@@ -57,6 +57,17 @@ EXPERTS = {
 }
 # torch has no gradient of the embedding of padding.
 UNPADDED = {"pad_token_id": None, "eos_token_id": None}
+# The first with which the name of a model begins.
+FAMILIES = {
+  "llama": ("LlamaConfig", "LlamaForCausalLM"),
+  "mistral": ("MistralConfig", "MistralForCausalLM"),
+  "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+  "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+  "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+  "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+  "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+  "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
 MODELS = {
   "qwen2": {"rope_theta": 1e4},
   "qwen3": {"rope_theta": 1e4},
@@ -190,31 +201,12 @@ def main() -> None:
 
 def write_model(directory: pathlib.Path, sizes: dict) -> None:
   """Writes a model and what it computes."""
-  if directory.name.startswith("llama"):
-    config = transformers.LlamaConfig(**SIZES | sizes)
-    cls = transformers.LlamaForCausalLM
-  elif directory.name.startswith("mistral"):
-    config = transformers.MistralConfig(**SIZES | sizes)
-    cls = transformers.MistralForCausalLM
-  elif directory.name.startswith("gemma3"):
-    config = transformers.Gemma3TextConfig(**SIZES | sizes)
-    cls = transformers.Gemma3ForCausalLM
-  elif directory.name.startswith("olmo2"):
-    config = transformers.Olmo2Config(**SIZES | sizes)
-    cls = transformers.Olmo2ForCausalLM
-  elif directory.name.startswith("olmo3"):
-    config = transformers.Olmo3Config(**SIZES | sizes)
-    cls = transformers.Olmo3ForCausalLM
-  elif directory.name.startswith("qwen2"):
-    config = transformers.Qwen2Config(**SIZES | sizes)
-    cls = transformers.Qwen2ForCausalLM
-  elif "num_experts" in sizes:
-    config = transformers.Qwen3MoeConfig(**SIZES | sizes)
+  family = next(name for name in FAMILIES if directory.name.startswith(name))
+  config_name, model_name = FAMILIES[family]
+  config = getattr(transformers, config_name)(**SIZES | sizes)
+  cls = getattr(transformers, model_name)
+  if family == "qwen3_moe":
     config._experts_implementation = "eager"
-    cls = transformers.Qwen3MoeForCausalLM
-  else:
-    config = transformers.Qwen3Config(**SIZES | sizes)
-    cls = transformers.Qwen3ForCausalLM
   config._attn_implementation = "eager"
   model = cls(config).eval()
   for name, parameter in model.named_parameters():

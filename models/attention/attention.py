@@ -91,11 +91,9 @@ def _head_norm(
   x: Float[Array, "B L H d"],
   scale: Float[Array, " D"],
 ) -> Float[Array, "B L H d"]:
-  """Returns heads normed, each by itself or all as one vector."""
-  if config.architecture == "olmo":
-    flat = x.reshape(*x.shape[:2], -1)
-    return norm(config, flat, scale).reshape(x.shape)
-  return norm(config, x, scale)
+  """Returns heads normed, as many at once as the scale is wide."""
+  wide = x.reshape(*x.shape[:2], -1, len(scale))
+  return norm(config, wide, scale).reshape(x.shape)
 
 
 class Attention(lora.Adapted):

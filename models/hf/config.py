@@ -63,6 +63,15 @@ _DEFAULTS = {
   "tie_word_embeddings": False,
   "norm_topk_prob": False,
 }
+_ARCHITECTURE_OF: dict[str, config_lib.Architecture] = {
+  "gemma3_text": "gemma",
+  "olmo2": "olmo",
+  "olmo3": "olmo",
+}
+_NORMED = ("qwen3", "qwen3_moe", *_ARCHITECTURE_OF)
+"""Families that norm queries and keys."""
+_WITH_HEAD_DIM = ("qwen3", "qwen3_moe", "gemma3_text")
+"""Those whose files always have the width of heads."""
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
   "gemma3_text": {
     "tie_word_embeddings": True,
@@ -230,18 +239,16 @@ def _read(
   sparse = family == "qwen3_moe"
   names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
   data = data | _one_name(data, "num_experts", "num_local_experts", sparse)
-  gemma, olmo = family == "gemma3_text", family in ("olmo2", "olmo3")
-  normed = gemma or olmo or family in ("qwen3", "qwen3_moe")
-  data = data if normed and not olmo else _with_head_dim(data)
+  data = data if family in _WITH_HEAD_DIM else _with_head_dim(data)
   known = {*names, *_OTHER, *_OTHER_OF.get(family, ())}
   known |= _OTHER_EXPERT if sparse else set()
   _refuse(data, known, _MUST_BE | _MUST_BE_OF[family] | _MUST_BE_READ)
   kinds = {f.name: f.type for f in dataclasses.fields(config_lib.ModelConfig)}
   fields: dict[str, Any] = {
     "num_experts": 0,
-    "qk_norm": normed,
+    "qk_norm": family in _NORMED,
     "qkv_bias": family == "qwen2",
-    "architecture": "gemma" if gemma else "olmo" if olmo else "llama",
+    "architecture": _ARCHITECTURE_OF.get(family, "llama"),
   }
   data = _DEFAULTS_OF.get(family, {}) | data
   for name, field in names.items():
@@ -254,7 +261,7 @@ def _read(
         f"{name}={fields[field]} is above {_MOST[name]}, so the file is "
         "damaged; fetch it again"
       )
-  if gemma:
+  if family == "gemma3_text":
     scalar = data["query_pre_attn_scalar"]
     scalar = _typed("query_pre_attn_scalar", scalar, int)
     if scalar != fields["head_dim"]:

@@ -68,7 +68,6 @@ def attention(
     slides = config["layer_types"][index] == "sliding_attention"
   window = config.get("sliding_window") if slides else None
   width, eps = config["head_dim"], config["rms_norm_eps"]
-  olmo = config["model_type"] in ("olmo2", "olmo3")
   group = config["num_attention_heads"] // config["num_key_value_heads"]
   frequency, growth = rotary(config, slides)
   scale = config.get("query_pre_attn_scalar", width)
@@ -82,8 +81,10 @@ def attention(
     """Positions turn x[i] + i x[i + half] in the complex plane."""
     h = heads(name, token)
     if f"self_attn.{name}_norm" in layer:
-      h = h.reshape(-1) if olmo else h
-      h = norm(h, layer[f"self_attn.{name}_norm"], eps).reshape(-1, width)
+      # An OLMo's is as wide as all heads.
+      of_heads = layer[f"self_attn.{name}_norm"]
+      h = norm(h.reshape(-1, of_heads.size), of_heads, eps)
+      h = h.reshape(-1, width)
     z = h[:, : width // 2] + 1j * h[:, width // 2 :]
     z = z * np.exp(1j * position * frequency) * growth
     return np.concatenate([z.real, z.imag], -1)
