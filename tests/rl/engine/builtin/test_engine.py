@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 
 import jax
@@ -564,7 +565,8 @@ async def episode(served, seed, check):
     if fate == "cancel":
       answer.cancel()
     elif fate == "abort" and not answer.done():
-      served.engine.abort(request.request_id)
+      with contextlib.suppress(ValueError):  # It may have ended just now.
+        served.engine.abort(request.request_id)
     try:
       done = await answer
     except asyncio.CancelledError:
