@@ -2,6 +2,7 @@
 
 qwen3("1.7b") qwen3_moe("30b-a3b")   published sizes, in bfloat16
 qwen2_5("7b") llama3("3.1-8b") gemma3("1b") olmo2("1b") olmo3("7b")
+olmoe("1b-7b")
 models.hf.config.load(directory)     sizes of a checkpoint
 tiny() tiny_moe()                    for a CPU
 """
@@ -19,7 +20,7 @@ from models import rope
 
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "layer", "host"]
-Architecture = Literal["llama", "gemma", "olmo"]
+Architecture = Literal["llama", "gemma", "olmo", "olmoe"]
 _DEEP = 16
 """Layers from which on they are scanned unless told otherwise."""
 _LARGE = 100_000_000
@@ -137,7 +138,7 @@ class PolicyMaker(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Sizes of a Qwen2.5, Qwen3, Qwen3-MoE, Llama 3, Gemma 3 or OLMo decoder.
+  """Sizes of a Qwen2.5, Qwen3, Llama 3, Gemma 3, OLMo or OLMoE decoder.
 
   Attributes:
     num_kv_heads: key and value heads; each serves num_heads / num_kv_heads
@@ -156,9 +157,10 @@ class ModelConfig:
     architecture: that of the layers. "llama", also of Qwen and Mistral: what
       reads the residual stream is normed. "olmo", of OLMo 2 and 3: what is
       added to it is normed instead, and queries and keys over all heads at
-      once. "gemma", of Gemma 3: both are normed, all norms by 1 + their scale,
-      a GELU is in the place of the SiLU, and embeddings are multiplied by the
-      root of d_model.
+      once. "olmoe", of OLMoE: as "llama", with queries and keys as in "olmo".
+      "gemma", of Gemma 3: both are normed, all norms by 1 + their scale, a GELU
+      is in the place of the SiLU, and embeddings are multiplied by the root of
+      d_model.
     window: layers that attend to the last tokens alone; None has none.
     query_pre_attn_scalar: scores are divided by its root; None is head_dim.
     tie_embeddings: the embedding is also the output projection.
@@ -237,6 +239,11 @@ class ModelConfig:
     return dataclasses.replace(self, compute=compute)
 
   @property
+  def norms_heads_at_once(self) -> bool:
+    """Returns whether a norm of queries or keys is over all of their heads."""
+    return self.architecture in ("olmo", "olmoe")
+
+  @property
   def norms_input(self) -> bool:
     """Returns whether layers norm what reads the residual stream."""
     return self.architecture != "olmo"
@@ -244,7 +251,7 @@ class ModelConfig:
   @property
   def norms_output(self) -> bool:
     """Returns whether layers norm what is added to the residual stream."""
-    return self.architecture != "llama"
+    return self.architecture in ("gemma", "olmo")
 
   @property
   def norm_offset(self) -> float:
@@ -315,6 +322,18 @@ class ModelConfig:
       wrong = "qk_norm=false" if not self.qk_norm else f"num_experts={experts}"
       out = "use qk_norm=true and num_experts=0"
       yield f"{named} with {wrong}: {why}; {out}"
+    if self.architecture == "olmoe":
+      of_olmoe = {
+        "num_experts": (experts, experts or ModelConfig.num_experts),
+        "dense_layers": (self.dense_layers, ()),
+        "qk_norm": (self.qk_norm, True),
+        "window": (self.window, None),
+        "head_dim": (self.head_dim, self.d_model // heads),
+      }
+      for name, (found, wanted) in of_olmoe.items():
+        if found != wanted:
+          out = f"use {name}={wanted}"
+          yield f"{name}={found} with {named}: no published OLMoE has it; {out}"
     if (window := self.window) is not None and not self.norms_output:
       of_mistral = {
         "qk_norm": (self.qk_norm, False),
@@ -444,6 +463,18 @@ def olmo3(size: str, **overrides: Any) -> ModelConfig:
   allenai/Olmo-3-7B-Instruct, ...
   """
   return _published("OLMo 3", _OLMO3, size, overrides)
+
+
+def olmoe(size: str, **overrides: Any) -> ModelConfig:
+  """Returns a published OLMoE, overridden.
+
+  Args:
+    size: 1b-7b, of which a token uses 1.3 billion parameters.
+
+  Source: arXiv 2409.02060, table 1, and config.json of
+  allenai/OLMoE-1B-7B-0924.
+  """
+  return _published("OLMoE", _OLMOE, size, overrides)
 
 
 def tiny(**overrides: Any) -> ModelConfig:
@@ -640,4 +671,16 @@ _OLMO2 = {
 _OLMO3 = {
   "7b": _olmo3(_dense(32, 4096, (32, 32), 11_008, False)),
   "32b": _olmo3(_dense(64, 5120, (40, 8), 27_648, False)),
+}
+
+_OLMOE = {
+  "1b-7b": _sparse(16, 2048, (16, 16), 1024, 1024, 64)
+  | {
+    "vocab_size": 50_304,
+    "max_length": 4096,
+    "rope_theta": 1e4,
+    "norm_eps": 1e-5,
+    "norm_topk_prob": False,
+    "architecture": "olmoe",
+  },
 }

@@ -100,6 +100,9 @@ def configs():
       rope_scaling=yarn,
       window=config.Window(size=5, full_every=2, rope_theta=5e5),
     ),
+    "olmoe": config.tiny_moe(
+      **sizes | {"head_dim": 8}, architecture="olmoe", norm_topk_prob=False
+    ),
     "moe_yarn": config.tiny_moe(**sizes, rope_scaling=yarn, dense_layers=(0,)),
   }
 

@@ -64,6 +64,7 @@ FAMILIES = {
   "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
   "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
   "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+  "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
   "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
   "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
   "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
@@ -108,6 +109,14 @@ MODELS = {
   "llama3_tied": {"rope_theta": 1e4, "tie_word_embeddings": True},
   "mistral": {"rope_theta": 1e4, "sliding_window": 5},
   "olmo2": UNPADDED | {"rope_theta": 1e4},
+  "olmoe": UNPADDED
+  | {
+    "intermediate_size": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 4,  # Here it is a quotient of the other sizes.
+    "rope_theta": 1e4,
+  },
   # The last of the three layers sees more than four tokens, and alone scales.
   "olmo3": UNPADDED
   | {
@@ -205,7 +214,7 @@ def write_model(directory: pathlib.Path, sizes: dict) -> None:
   config_name, model_name = FAMILIES[family]
   config = getattr(transformers, config_name)(**SIZES | sizes)
   cls = getattr(transformers, model_name)
-  if family == "qwen3_moe":
+  if "num_experts" in sizes:
     config._experts_implementation = "eager"
   config._attn_implementation = "eager"
   model = cls(config).eval()

@@ -112,10 +112,11 @@ class Attention(lora.Adapted):
       self.key_bias = initializer.bias("kv_heads", "head_dim")
       self.value_bias = initializer.bias("kv_heads", "head_dim")
     if self.config.qk_norm:
-      olmo = self.config.architecture == "olmo"
-      heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-      self.query_norm = initializer.norm(width * (heads if olmo else 1))
-      self.key_norm = initializer.norm(width * (kv_heads if olmo else 1))
+      heads, kv_heads = 1, 1
+      if self.config.norms_heads_at_once:
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+      self.query_norm = initializer.norm(width * heads)
+      self.key_norm = initializer.norm(width * kv_heads)
     initializer.adapt(self)
 
   def project(

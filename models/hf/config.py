@@ -30,6 +30,7 @@ ARCHITECTURES = {
   "Gemma3ForCausalLM": "gemma3_text",
   "Olmo2ForCausalLM": "olmo2",
   "Olmo3ForCausalLM": "olmo3",
+  "OlmoeForCausalLM": "olmoe",
 }
 """Supported architectures, and what the file calls their family.
 
@@ -48,12 +49,16 @@ _SIZES = {
   "rms_norm_eps": "norm_eps",
   "tie_word_embeddings": "tie_embeddings",
 }
-_EXPERT_SIZES = {
-  "moe_intermediate_size": "d_expert",
+_EXPERT_SIZES = _SIZES | {
   "num_experts": "num_experts",
   "num_experts_per_tok": "experts_per_token",
   "norm_topk_prob": "norm_topk_prob",
 }
+_SPARSE = {
+  "qwen3_moe": _EXPERT_SIZES | {"moe_intermediate_size": "d_expert"},
+  "olmoe": _EXPERT_SIZES | {"intermediate_size": "d_expert"},
+}
+"""Sizes in the files of families with experts."""
 # Lists are made of them, so that absurd ones would fill the memory first.
 _MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000}
 # As in transformers. Of what is not here it has defaults too, but no
@@ -67,6 +72,7 @@ _ARCHITECTURE_OF: dict[str, config_lib.Architecture] = {
   "gemma3_text": "gemma",
   "olmo2": "olmo",
   "olmo3": "olmo",
+  "olmoe": "olmoe",
 }
 _NORMED = ("qwen3", "qwen3_moe", *_ARCHITECTURE_OF)
 """Families that norm queries and keys."""
@@ -80,6 +86,7 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
   },
   "olmo2": {"rms_norm_eps": 1e-5},
   "olmo3": {"rms_norm_eps": 1e-5},
+  "olmoe": {"rms_norm_eps": 1e-5},
 }
 _THETAS = {"gemma3_text": 1e6, "olmo3": 5e5}
 _WINDOWED = ("mistral", "gemma3_text", "olmo3")
@@ -102,6 +109,7 @@ _MUST_BE_OF: dict[str, dict[str, Any]] = {
   "mistral": {"hidden_act": "silu"},
   "olmo2": _UNBIASED | {"hidden_act": "silu"},
   "olmo3": _UNBIASED | {"hidden_act": "silu"},
+  "olmoe": _UNBIASED | {"hidden_act": "silu", "clip_qkv": None},
   "gemma3_text": _UNBIASED
   | {
     "hidden_act": _GELU,
@@ -120,10 +128,11 @@ _MUST_BE_READ = {
 }
 _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 _OTHER_OF = {
+  "qwen3_moe": {"num_local_experts", "decoder_sparse_step", "mlp_only_layers"},
+  "olmoe": {"num_local_experts"},
   "gemma3_text": {"query_pre_attn_scalar", "rope_local_base_freq", *_PATTERN},
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_OTHER_EXPERT = {"num_local_experts", "decoder_sparse_step", "mlp_only_layers"}
 # How the weights were drawn, are sampled from or are kept by transformers, and
 # what SmolLM2 has from nanotron.
 _HARMLESS = {
@@ -181,18 +190,19 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   larger `max_length` with Yarn: transformers before 5 puts the quotient of
   max_length and original_max_length in the place of `factor`.
   """
-  sparse = config.num_experts > 0
-  names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
   family = "qwen2" if config.qkv_bias else "llama"
   if config.architecture == "gemma":
     family = "gemma3_text"
   elif config.architecture == "olmo":
     family = "olmo3" if config.window is not None else "olmo2"
+  elif config.architecture == "olmoe":
+    family = "olmoe"
   elif config.qk_norm:
-    family = "qwen3_moe" if sparse else "qwen3"
+    family = "qwen3_moe" if config.num_experts else "qwen3"
   elif config.window is not None:
     family = "mistral"
   named = next(name for name, own in ARCHITECTURES.items() if own == family)
+  names = _SPARSE.get(family, _SIZES)
   data = {
     "architectures": [named],
     "model_type": family,
@@ -207,7 +217,7 @@ def to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
       config.rope_scaling.factor * config.rope_scaling.original_max_length
     )
     data["max_position_embeddings"] = max(config.max_length, round(scaled))
-  if sparse:
+  if family == "qwen3_moe":
     data["decoder_sparse_step"] = 1
     data["mlp_only_layers"] = list(config.dense_layers)
   if config.window is not None:
@@ -236,12 +246,11 @@ def _read(
   data: dict[str, Any], compute: config_lib.Compute | None
 ) -> config_lib.ModelConfig:
   family = _family(data)
-  sparse = family == "qwen3_moe"
-  names = _SIZES | _EXPERT_SIZES if sparse else _SIZES
-  data = data | _one_name(data, "num_experts", "num_local_experts", sparse)
+  names = _SPARSE.get(family, _SIZES)
+  if family in _SPARSE:
+    data = data | _one_name(data, "num_experts", "num_local_experts")
   data = data if family in _WITH_HEAD_DIM else _with_head_dim(data)
   known = {*names, *_OTHER, *_OTHER_OF.get(family, ())}
-  known |= _OTHER_EXPERT if sparse else set()
   _refuse(data, known, _MUST_BE | _MUST_BE_OF[family] | _MUST_BE_READ)
   kinds = {f.name: f.type for f in dataclasses.fields(config_lib.ModelConfig)}
   fields: dict[str, Any] = {
@@ -268,7 +277,8 @@ def _read(
       fields["query_pre_attn_scalar"] = scalar
   theta = _THETAS.get(family, 1e4)  # As in transformers.
   fields["rope_theta"], fields["rope_scaling"] = _read_rope(data, theta)
-  if sparse and fields["num_experts"]:
+  fields.setdefault("d_ff", fields.get("d_expert"))
+  if fields["num_experts"] and family == "qwen3_moe":
     fields["dense_layers"] = _read_dense(data, fields["num_layers"])
   fields["window"] = _read_window(data, family, fields)
   return config_lib.ModelConfig(**fields, compute=_read_compute(data, compute))
@@ -397,9 +407,7 @@ def _is_finite(value: Any) -> bool:
   return True
 
 
-def _one_name(
-  data: Mapping[str, Any], name: str, other: str, wanted: bool = True
-) -> dict[str, Any]:
+def _one_name(data: Mapping[str, Any], name: str, other: str) -> dict[str, Any]:
   """Returns the value of a field that has two names, under the first."""
   values = [data[key] for key in (name, other) if key in data]
   if len(values) == 2 and values[0] != values[1]:
@@ -407,7 +415,7 @@ def _one_name(
       f"{name}={values[0]} and {other}={values[1]} contradict each other; keep "
       "one"
     )
-  return {name: values[0]} if values and wanted else {}
+  return {name: values[0]} if values else {}
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.compiled
 GOLDEN = pathlib.Path(__file__).parents[1] / "models" / "golden"
 MODELS = (
   *("qwen2", "qwen3", "qwen3_tied_yarn", "qwen3_moe", "qwen3_moe_unnormed"),
-  *("llama3", "llama3_tied", "mistral", "gemma3", "olmo2", "olmo3"),
+  *("llama3", "llama3_tied", "mistral", "gemma3", "olmo2", "olmo3", "olmoe"),
 )
 # Also eagerly: these have every part. That weights of experts which do not sum
 # to 1, and other rotations, are the same eagerly is for tests of these parts.

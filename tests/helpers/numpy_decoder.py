@@ -1,4 +1,4 @@
-"""Decoders of six families in float64 NumPy, token by token and head by head.
+"""Decoders of eight families in float64 NumPy, token by token and head by head.
 
 It knows a checkpoint by the names of its tensors and its config.json, and
 shares no code with what it checks; `checkpoint` gives our parameters the same
@@ -8,7 +8,8 @@ Sources: Qwen3, arXiv 2505.09388, section 2; Llama 3, 2407.21783, section 3.2;
 its scaling of positions: the code of Llama 3.1; RMSNorm, 1910.07467, eq. 4;
 rotary positions, 2104.09864, eq. 15; YaRN, 2309.00071; SwiGLU, 2002.05202,
 eq. 5; windows, norms and embeddings of Gemma 3: 2503.19786, section 2, and its
-code; norms of OLMo 2: 2501.00656, section 3.2.
+code; norms of OLMo 2: 2501.00656, section 3.2, and of OLMoE: 2409.02060,
+section 4.2.
 """
 
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ def attention(
     """Positions turn x[i] + i x[i + half] in the complex plane."""
     h = heads(name, token)
     if f"self_attn.{name}_norm" in layer:
-      # An OLMo's is as wide as all heads.
+      # An OLMo's and an OLMoE's is as wide as all heads.
       of_heads = layer[f"self_attn.{name}_norm"]
       h = norm(h.reshape(-1, of_heads.size), of_heads, eps)
       h = h.reshape(-1, width)

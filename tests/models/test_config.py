@@ -82,6 +82,15 @@ from rl.settings import overrides as overrides_lib
       "model.rope_theta=10000.0 with architecture=olmo: no published OLMo with",
     ),
     (
+      {"architecture": "olmoe", "num_experts": 0},
+      "model.num_experts=0 with architecture=olmoe: no published OLMoE has it; "
+      "use num_experts=4",
+    ),
+    (
+      {"architecture": "olmoe", "dense_layers": (1,)},
+      "model.dense_layers=(1,) with architecture=olmoe: no published OLMoE has",
+    ),
+    (
       {"query_pre_attn_scalar": 9},
       "model.query_pre_attn_scalar=9 is for architecture=gemma, and above 0",
     ),
@@ -204,10 +213,12 @@ def test_gemma_presets_have_the_published_number_of_parameters(size):
   assert [total, rest] == wanted
 
 
-# Numbers of weights of allenai/OLMo-2-0425-1B, ..., Olmo-3-7B-Instruct, ...
+# Numbers of weights of allenai/OLMo-2-0425-1B, ..., Olmo-3-7B-Instruct, ...,
+# OLMoE-1B-7B-0924.
 PUBLISHED_OLMO = {
   config_lib.olmo2: {"1b": 1.485, "7b": 7.299, "13b": 13.716, "32b": 32.234},
   config_lib.olmo3: {"7b": 7.298, "32b": 32.234},
+  config_lib.olmoe: {"1b-7b": 6.919},
 }
 
 

@@ -230,6 +230,37 @@ OLMO2 = OLMO | {
   "sliding_window": None,
   "vocab_size": 100352,
 }
+# allenai/OLMoE-1B-7B-0924.
+OLMOE = {
+  "architectures": ["OlmoeForCausalLM"],
+  "attention_bias": False,
+  "attention_dropout": 0.0,
+  "clip_qkv": None,
+  "eos_token_id": 50279,
+  "hidden_act": "silu",
+  "hidden_size": 2048,
+  "initializer_range": 0.02,
+  "intermediate_size": 1024,
+  "max_position_embeddings": 4096,
+  "model_type": "olmoe",
+  "norm_topk_prob": False,
+  "num_attention_heads": 16,
+  "num_experts": 64,
+  "num_experts_per_tok": 8,
+  "num_hidden_layers": 16,
+  "num_key_value_heads": 16,
+  "output_router_logits": False,
+  "pad_token_id": 1,
+  "rms_norm_eps": 1e-05,
+  "rope_scaling": None,
+  "rope_theta": 10000.0,
+  "router_aux_loss_coef": 0.01,
+  "tie_word_embeddings": False,
+  "torch_dtype": "bfloat16",
+  "transformers_version": "4.43.0.dev0",
+  "use_cache": True,
+  "vocab_size": 50304,
+}
 YARN = {
   "rope_type": "yarn",
   "factor": 4.0,
@@ -251,6 +282,7 @@ def test_published_files_are_the_presets(tmp_path):
   )
   assert read(tmp_path, LLAMA) == config_lib.llama3("3.1-8b", compute=compute)
   assert read(tmp_path, GEMMA) == config_lib.gemma3("1b", compute=compute)
+  assert read(tmp_path, OLMOE) == config_lib.olmoe("1b-7b", compute=compute)
   in_float32 = config_lib.Compute(dtype="float32")
   assert read(tmp_path, OLMO) == config_lib.olmo3("7b", compute=in_float32)
   assert read(tmp_path, OLMO2) == config_lib.olmo2("1b", compute=in_float32)
@@ -413,6 +445,7 @@ def test_files_of_transformers_5_are_read():
     *map(config_lib.gemma3, ("270m", "1b", "4b", "12b", "27b")),
     *map(config_lib.olmo2, ("1b", "7b", "13b", "32b")),
     *map(config_lib.olmo3, ("7b", "32b")),
+    config_lib.olmoe("1b-7b"),
     config_lib.tiny(architecture="olmo", compute=FLOAT32),
     config_lib.tiny(architecture="gemma", compute=FLOAT32),
     config_lib.tiny(

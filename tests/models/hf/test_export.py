@@ -63,6 +63,7 @@ SIZES: dict[str, Any] = {
   },
   "gemma": {"num_experts": 0, "dense_layers": (), "architecture": "gemma"},
   "olmo": {"num_experts": 0, "dense_layers": (), "architecture": "olmo"},
+  "olmoe": {"dense_layers": (), "architecture": "olmoe", "head_dim": 2},
 }
 
 
