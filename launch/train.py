@@ -19,7 +19,7 @@ from launch.run import local
 from rl import assemble
 from rl import experiment as experiment_lib
 from rl.runtime import mesh_thread
-from rl.settings import overrides
+from rl.settings import checks, overrides
 
 _WORKDIR = absl_flags.DEFINE_string(
   "workdir",
@@ -93,8 +93,7 @@ def _prepared(
     )
   experiment.validate_installed()
   experiment.validate_tasks()
-  if experiment.tracker is not None:
-    experiment.tracker.validate_installed()
+  checks.validate_installed(experiment.tracker)
   jax_setup.prepare(experiment.placement)
   fitted = assemble.fit(experiment)
   # The engine is fitted again at each start, but a dtype is that of the run.

@@ -204,7 +204,9 @@ class Experiment:
   max_skipped: int = 2
   progress_timeout_s: float = 1500.0
   repeatable: bool = False
-  tracker: trackers.WeightsAndBiases | trackers.MLflow | None = None
+  tracker: (
+    trackers.WeightsAndBiases | trackers.MLflow | trackers.TrackerSpec | None
+  ) = None
   log_startup: bool = False
 
   def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from rl.settings import checks, overrides
 
@@ -34,6 +34,25 @@ class Tracker(Protocol):
 
   def close(self) -> None:
     """Sends what is left."""
+
+
+@runtime_checkable
+class TrackerSpec(Protocol):
+  """Settings of a tracker: a frozen dataclass, of your own or of those below.
+
+  A `validate_installed`, where there is one, refuses a run before it starts.
+  """
+
+  def open(self, run_dir: pathlib.Path, settings: Mapping[str, Any]) -> Tracker:
+    """Opens the run, or the one that an earlier process has opened.
+
+    Args:
+      settings: of the run, to be shown beside its curves.
+
+    Raises:
+      TrackerFailed: the service cannot be used, and why.
+    """
+    ...
 
 
 class TrackerFailed(Exception):
@@ -64,14 +83,7 @@ class WeightsAndBiases:
     checks.installed("tracker=wandb", "wandb", "wandb")
 
   def open(self, run_dir: pathlib.Path, settings: Mapping[str, Any]) -> Tracker:
-    """Opens the run, or the one that an earlier process has opened.
-
-    Args:
-      settings: of the run, shown beside its curves.
-
-    Raises:
-      TrackerFailed: there is no account, or no network.
-    """
+    """Opens the run; see `TrackerSpec.open`."""
     return _Wandb(self, run_dir, settings)
 
 
@@ -135,14 +147,7 @@ class MLflow:
     checks.installed("tracker=mlflow", "mlflow", "mlflow")
 
   def open(self, run_dir: pathlib.Path, settings: Mapping[str, Any]) -> Tracker:
-    """Opens the run, or the one that an earlier process has opened.
-
-    Args:
-      settings: of the run, shown beside its curves.
-
-    Raises:
-      TrackerFailed: the server does not answer, or does not take the run.
-    """
+    """Opens the run; see `TrackerSpec.open`."""
     return _Mlflow(self, run_dir, settings)
 
 

@@ -3,6 +3,7 @@
 `make trackers` installs them.
 """
 
+import dataclasses
 import pathlib
 import struct
 import threading
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from configs import counter
 from rl.loop import trackers
+from rl.settings import checks
 from tests.helpers import machine_speed
 
 SETTINGS = {"seed": 3, "overlap": {"max_staleness": 1}}
@@ -33,6 +36,23 @@ class Kept:
 
   def close(self):
     self.is_closed = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+  """Settings of a tracker that the project does not know."""
+
+  table: str = "runs"
+
+  def open(self, run_dir, settings):
+    return Kept()
+
+
+def test_a_tracker_of_ones_own_is_a_setting():
+  own = dataclasses.replace(counter.get_config(), tracker=Own())
+  checks.validate(own)
+  with pytest.raises(ValueError, match="tracker"):
+    checks.validate(dataclasses.replace(own, tracker=Kept()))
 
 
 def test_everything_is_sent_in_order_before_close_returns():
