@@ -73,7 +73,6 @@ class RoundWarnings:
     self._run_dir = run_dir
     self._max_in_a_row = max_in_a_row
     self._in_a_row = 0
-    self._was_empty = self._was_flat = False
     self._due = 0  # Round from which a lack of signal is told again.
     self._max_staleness = max_staleness
     self._has_warm_start = has_warm_start
@@ -108,10 +107,10 @@ class RoundWarnings:
         f"{start}: {fault.episodes} of {episodes} episodes ended with {fault}"
       )
     # On a solved or too hard task all rounds look like this, or every other.
-    elif is_empty and is_due and not self._was_empty:
+    elif is_empty and is_due:
       self._due = number + _QUIET
       lines.append(f"{start}: {self._why_empty(metrics)}")
-    elif is_flat and is_due and not (is_empty or self._was_flat):
+    elif is_flat and is_due:
       self._due = number + _QUIET
       lines.append(
         f"round {number} learned nothing from its rewards: "
@@ -124,7 +123,6 @@ class RoundWarnings:
         f"more; most episodes ended with {fault}. Fix the environment or the "
         "reward; the same command continues from here"
       )
-    self._was_empty, self._was_flat = is_empty, is_flat
     return lines
 
   def _drifting(self, metrics: Mapping[str, float]) -> list[str]:
