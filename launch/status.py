@@ -85,6 +85,7 @@ def told(
     word, name, of = "step", workdir.WARM_START_LINES, ""
   file = run_dir / name
   last, saved = _last(file, word), workdir.saved_rounds(run_dir)
+  steps = workdir.saved_rounds(run_dir, workdir.WARM_START)
   if state is not None:
     yield f"{run_dir}: {state['doing']}, process {state['pid']}"
   elif failure := workdir.failure(run_dir):
@@ -101,7 +102,9 @@ def told(
     yield f"{word} {last}{of} ended {ago_s:.0f} s ago"
   else:
     yield f"no {word}{of} has ended"
-  yield f"newest checkpoint: {f'round {saved[-1]}' if saved else 'none'}"
+  newest = [f"step {step} of the warm start" for step in steps[-1:]]
+  newest += [f"round {round_}" for round_ in saved[-1:]]
+  yield f"newest checkpoint: {newest[-1] if newest else 'none'}"
   if state is not None:
     yield from state["engines"]
     yield ""

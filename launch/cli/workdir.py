@@ -287,9 +287,13 @@ def checkpoints(path: str | os.PathLike, of: str = CHECKPOINTS) -> list[str]:
   )
 
 
-def saved_rounds(path: str | os.PathLike) -> list[int]:
-  """Returns the rounds after which a whole checkpoint is kept, in order."""
-  return sorted(int(name) for name in checkpoints(path) if name.isdigit())
+def saved_rounds(path: str | os.PathLike, of: str = CHECKPOINTS) -> list[int]:
+  """Returns the rounds after which a whole checkpoint is kept, in order.
+
+  Args:
+    of: CHECKPOINTS, or WARM_START, which has steps.
+  """
+  return sorted(int(name) for name in checkpoints(path, of) if name.isdigit())
 
 
 def check_none_damaged(path: str | os.PathLike, of: str = CHECKPOINTS) -> None:

@@ -58,6 +58,10 @@ def test_a_run_without_rounds_is_told_by_its_steps(tmp_path):
   assert first == f"{tmp_path}: no process answers; the same command goes on"
   assert last.startswith("step 4 ended ")
   assert saved == "newest checkpoint: none"
+  for name in ("3.damaged", "2"):
+    (tmp_path / workdir.WARM_START / name).mkdir(parents=True)
+  *_, saved = status.told(tmp_path, 0, None, "", 0.0)
+  assert saved == "newest checkpoint: step 2 of the warm start"
   (tmp_path / "checkpoints" / "0").mkdir(parents=True)
   first, _, saved = status.told(tmp_path, 0, None, "", 0.0)
   assert first == f"{tmp_path}: the run has ended, 4 steps"
