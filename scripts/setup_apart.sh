@@ -5,7 +5,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-name=$1
+name=${1-}
 venv=.venv-$name
 first=''
 case $name in
@@ -31,6 +31,10 @@ case $name in
     ;;
   xm)
     set -- --editable '.[envs,xm,pytest]'
+    ;;
+  *)
+    echo "usage: $0 backends|interop|sglang|xm" >&2
+    exit 2
     ;;
 esac
 

@@ -261,6 +261,14 @@ def twinmesh():
     pytest.skip("twinmesh is not installed; make test installs it")
 
 
+@pytest.mark.process
+def test_an_environment_apart_that_is_not_known_is_no_package_to_install():
+  command = ["/bin/sh", SCRIPTS / "setup_apart.sh", "interp"]
+  result = subprocess.run(command, capture_output=True, text=True)
+  assert result.returncode == 2
+  assert "backends|interop|sglang|xm" in result.stderr
+
+
 def test_every_file_that_is_installed_has_a_hash():
   text = (ROOT / "requirements.lock").read_text()
   # A package, its hashes, and a comment: where it comes from.
