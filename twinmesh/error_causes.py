@@ -315,7 +315,7 @@ CAUSES = (
     " memory without starting anything.",
     code_block="twinmesh train --config=FILE --explain",
     of=(
-      "launch.cli.flags:_check_of_no_rounds",
+      "launch.cli.flags:_check_optimizer",
       "launch.gateway.app",
       "rl.experiment",
       "rl.schedule",

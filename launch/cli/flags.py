@@ -234,18 +234,18 @@ def load(
   if check is not None:
     check(tree)
   if getattr(tree, "rounds", None) == 0:
-    _check_of_no_rounds(changes or {})
+    _check_optimizer(changes or {})
   return tree
 
 
-def _check_of_no_rounds(changes: Mapping[str, str | None]) -> None:
-  """Raises SettingError for the optimizer of the rounds: it has no effect."""
+def _check_optimizer(changes: Mapping[str, str | None]) -> None:
+  """Raises SettingError for settings of an optimizer that takes no steps."""
   for path, text in changes.items():
     if path.partition(".")[0] == "optimizer":
       given = overrides_lib.argument(path, text)
       raise overrides_lib.SettingError(
-        f"{given} has no effect, as rounds=0: its steps are those of the warm "
-        f"start; use --config.warm_start.{path}"
+        f"{given} has no effect with rounds=0, where only the warm start takes "
+        f"steps; use --config.warm_start.{path}"
       )
 
 

@@ -85,6 +85,8 @@ _MAY_CHANGE = (
   "placement.decode_processes",
   "placement.backend",
 )
+_MAY_CHANGE_BEFORE = ("optimizer.learning_rate", "optimizer.schedule")
+"""Until a run has rounds: before, `flags.load` refuses what has no effect."""
 
 
 class Moved(OSError):
@@ -435,8 +437,9 @@ def forbidden_changes(
   before = read(path, as_kept=False)
   if (dtype := before.model.compute.dtype) != "auto":
     experiment = experiment.with_auto_dtype(dtype)
+  may_change = _MAY_CHANGE + (() if before.rounds else _MAY_CHANGE_BEFORE)
   changes = overrides.difference(before, experiment)
-  return [line for line in changes if not line.startswith(_MAY_CHANGE)]
+  return [line for line in changes if not line.startswith(may_change)]
 
 
 def _check_same(

@@ -126,6 +126,17 @@ def test_a_saved_run_tells_what_must_not_change(tmp_path, experiment):
   assert changes == [f"seed: {experiment.seed} -> {experiment.seed + 1}"]
 
 
+def test_a_run_without_rounds_goes_on_at_another_rate(tmp_path, experiment):
+  tuned = dataclasses.replace(experiment, rounds=0)
+  workdir.claim(tmp_path, tuned).close()
+  (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+  rate = {"rounds": "9", "optimizer.learning_rate": "1e-6"}
+  with_rounds = overrides.apply(tuned, rate)
+  workdir.claim(tmp_path, with_rounds).close()
+  (change,) = workdir.forbidden_changes(tmp_path, experiment)
+  assert change.startswith("optimizer.learning_rate: 1e-06 -> ")
+
+
 def test_the_error_of_a_run_is_kept_until_it_goes_on(tmp_path, experiment):
   workdir.claim(tmp_path, experiment).close()
   assert not workdir.failure(tmp_path)
