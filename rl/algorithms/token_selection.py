@@ -1,9 +1,9 @@
 """Selects tokens of a micro-batch, by their entropy or by their covariance.
 
 The covariance of a token is (log pi - mean) (A - mean), with means over the
-sampled tokens of the micro-batch. A step along the policy gradient lowers the
-entropy by about as much as its mean, of which few tokens have most: likely ones
-that did well.
+sampled tokens of the micro-batch, where groups that teach nothing are left out.
+A step along the policy gradient lowers the entropy in proportion to the mean
+covariance, to which a few tokens add most: likely ones that did well.
 
 Letters: B rows, L row length.
 """
