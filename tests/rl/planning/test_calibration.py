@@ -134,6 +134,20 @@ def test_a_program_that_is_compiled_late_does_not_slow_the_learner(
 
 
 @pytest.mark.process
+def test_scores_that_gradients_need_are_time_of_the_learner(tmp_path, records):
+  spans = []
+  for span in records["sync"].spans:
+    middle = (span.start + span.end) / 2
+    if span.name == "accumulate":
+      spans.append(dataclasses.replace(span, name="forward", end=middle))
+    start = middle if span.name == "accumulate" else span.start
+    spans.append(dataclasses.replace(span, start=start))
+  record = dataclasses.replace(records["sync"], spans=spans)
+  rates = calibration.rates(calibration.read(write(tmp_path, record)))
+  assert rates.token_s == pytest.approx(1e-3, rel=0.01)
+
+
+@pytest.mark.process
 def test_rounds_after_a_restart_do_not_count(tmp_path, records):
   record, restarts = records["sync"], (2, 4, 5)
   events = []
