@@ -71,7 +71,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def asked(command: Sequence[str]) -> Iterator[Callable[[str], Any]]:
-  """Yields what sends a line to a process, and returns its answer, a JSON line.
+  """Yields a function that sends a process a line and returns its JSON answer.
 
   The process ends with its input.
 

@@ -20,7 +20,7 @@ _END_S = 15.0  # Longer than a guard takes to end what it guards.
 
 
 async def drain(stream: asyncio.StreamReader) -> None:
-  """Reads to the end, so that who writes does not block."""
+  """Reads a stream to its end, so that its writer does not block."""
   while await stream.read(65536):
     pass
 

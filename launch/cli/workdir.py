@@ -86,7 +86,7 @@ _MAY_CHANGE = (
   "placement.backend",
 )
 _MAY_CHANGE_BEFORE = ("optimizer.learning_rate", "optimizer.schedule")
-"""Until a run has rounds: before, `flags.load` refuses what has no effect."""
+"""Until a run has rounds: `flags.load` refuses them where there are none."""
 
 
 class Moved(OSError):

@@ -68,7 +68,7 @@ def read(path: str | os.PathLike) -> RunData:
   except untrusted_files.BadFile as error:
     raise ValueError(f"{directory} is no run: {error}") from error
   notes: list[str] = []
-  # What a run is not to have is not missing.
+  # Files that these settings rule out are not missing.
   of_rounds = notes if config.get("rounds") != 0 else []
   of_steps = notes if config.get("warm_start") else []
   steps = directory / workdir.WARM_START_LINES

@@ -26,8 +26,8 @@ class TokenMask(NamedTuple):
       None when no query has one.
     places: of keys, in their conversation, from which parents and children are
       apart in a row; None without a window.
-    oldest: of queries: the first place that they see, as far back from each of
-      them; None without a window.
+    oldest: of queries: the first place that they see, equally far back for
+      all; None without a window.
   """
 
   positions: Int32[Array, "B L"] | None
