@@ -205,7 +205,8 @@ WORK = {"learner": ("forward", "accumulate", "update"), "decode": ("decode",)}
 """Spans that count as work of both meshes, by track.
 
 "forward" scores tokens before their gradient. Checks on the learner's mesh,
-copies, compilation and a warm start do not.
+copies, and a warm start with all that it compiles do not. A program that is
+compiled late counts with its first call.
 """
 
 
