@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import TextIO, get_args
@@ -72,13 +73,18 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
   console.print(f"\n{verdict}")
   if is_absent(experiment.initial):
     console.print(
-      f"initial={experiment.initial} is not there: sizes are the config's"
+      f"initial={experiment.initial} has no weights yet: sizes are the config's"
     )
 
 
 def is_absent(initial: str | None) -> bool:
-  """Returns whether the weights of a run are missing; a plan needs none."""
-  return initial is not None and not os.path.isdir(initial)
+  """Returns whether the weights of a run are missing; a plan needs none.
+
+  A directory may have config.json alone, which is all that a plan reads.
+  """
+  if initial is None or os.path.isfile(initial):
+    return False
+  return not any(pathlib.Path(initial).glob("*.safetensors*"))
 
 
 def _fitted(

@@ -27,6 +27,15 @@ def printed(experiment):
   return stream.getvalue()
 
 
+def test_a_plan_needs_the_sizes_of_a_checkpoint_and_not_its_weights(tmp_path):
+  assert not explain.is_absent(None)
+  assert explain.is_absent(str(tmp_path / "model"))
+  (tmp_path / "config.json").touch()
+  assert explain.is_absent(str(tmp_path))
+  (tmp_path / "model.safetensors").touch()
+  assert not explain.is_absent(str(tmp_path))
+
+
 @pytest.mark.slow
 def test_a_model_for_a_pod_is_planned_without_one():
   text = printed(pod_run.experiment())
