@@ -2,11 +2,9 @@
 
 python -m launch.train --config=configs/counter.py --workdir=DIR
 
-The tiny model only shows that all goes together: it begins with random weights
-and calls no tool. configs/counter.py:MODEL starts from the Hugging Face
-checkpoint in the directory MODEL, which may need longer limits:
---config.rollout.turn_tokens=256 --config.rollout.max_tokens=2048
---config.batch.length=2048
+The tiny model only shows that everything fits together: it starts from random
+weights and calls no tool. configs/counter.py:MODEL starts from the Hugging Face
+checkpoint in the directory MODEL, with the settings of own_data.py.
 
 Hardware: two CPU cores, or what MODEL needs. Duration: six minutes of CPU
 time. Expected: no success from the tiny model; from MODEL, not measured.

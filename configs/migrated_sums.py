@@ -5,7 +5,8 @@ python -m launch.train --config=configs/migrated_sums.py --workdir=DIR
 The settings are those of the scripts for TRL, Tunix and verl in
 docs/migration. From random weights a run learns to begin with a digit, and not
 to add. configs/migrated_sums.py:MODEL starts from the Hugging Face checkpoint
-in the directory MODEL.
+in the directory MODEL; the learning rate, 4e-3 in all four, is for random
+weights, so give a published model --config.optimizer.learning_rate=1e-6.
 
 Hardware: two CPU cores, or what MODEL needs. Duration: a minute of CPU
 time, most of it for compiling. Expected: `reward_mean` rises from 0.00 to

@@ -1,14 +1,16 @@
-"""A task of your own from data, complete: rows, a prompt and a grader.
+"""A task from rows of data, complete: rows, a prompt and a grader.
 
 python -m launch.train --config=configs/sums.py --workdir=DIR
 
-The tiny model learns from the rows' solutions what an answer looks like and
-some arithmetic, and from its rewards some more. configs/sums.py:MODEL starts
-from the Hugging Face checkpoint in the directory MODEL.
+A warm start on the rows' solutions teaches the tiny model what an answer looks
+like and some arithmetic; rewards teach it some more. configs/sums.py:MODEL
+starts from the Hugging Face checkpoint in the directory MODEL, with the
+settings of own_data.py and no warm start.
 
 Hardware: two CPU cores, or what MODEL needs. Duration: six minutes of CPU
-time. Expected: 52 % of held-out rows before, and 67 % after 140 rounds of the
-tiny model; from MODEL, not measured.
+time. Expected: the tiny model's success rises from 52 % to 67 % of 200 answers
+in 140 rounds. They are to three questions, which is all that 30 rows hold out;
+from MODEL, not measured.
 """
 
 import dataclasses

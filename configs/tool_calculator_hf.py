@@ -14,11 +14,13 @@ warm start to 91 to 94 %, with seeds 0, 1 and 2; `python -m benchmarks.tools`
 measures it. What is left are long numbers copied with a wrong digit.
 """
 
+import dataclasses
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from configs import own_data
 from envs import base, rows
 from envs.rewards import rewards
 from envs.tools import tool_environment
@@ -106,21 +108,28 @@ def get_config(directory: str | None = None) -> experiment.Experiment:
   """Returns a run of some minutes on two cores.
 
   Args:
-    directory: of a checkpoint to start from; None is the tiny model, with
-      random weights.
+    directory: of a checkpoint to start from, with the settings of own_data.py
+      and no warm start; None is the tiny model, with random weights.
   """
-  place = directory or str(hf_config.TINY)
+  source = tool_environment.ToolEnvironment(
+    make=Calculator,
+    rows=rows.Rows(data=problems, split_by="question"),
+    answer="answer",
+    max_turns=4,
+  )
+  if directory is not None:
+    run = own_data.get_config(directory)
+    return dataclasses.replace(
+      run,
+      environment=source,
+      reward=rewards.ExactMatch(),
+      rollout=dataclasses.replace(run.rollout, max_turns=4),
+    )
   return experiment.Experiment(
-    environment=tool_environment.ToolEnvironment(
-      make=Calculator,
-      rows=rows.Rows(data=problems, split_by="question"),
-      answer="answer",
-      max_turns=4,
-    ),
+    environment=source,
     reward=rewards.ExactMatch(),
-    model=hf_config.load(place),
-    initial=directory,
-    chat=chats.Hf(directory=place),
+    model=hf_config.load(hf_config.TINY),
+    chat=chats.Hf(directory=str(hf_config.TINY)),
     rollout=group_rollout.Rollout(
       group_size=8, max_turns=4, turn_tokens=32, max_tokens=256
     ),

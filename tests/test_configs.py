@@ -178,6 +178,17 @@ def test_the_calculator_takes_one_step_of_two_integers(text):
     calculator.calculate(text)
 
 
+@pytest.mark.parametrize(
+  "name", ["own_data", "tool_calculator_hf", "counter", "sums"]
+)
+def test_a_model_of_ones_own_keeps_what_it_knows(name):
+  # Rates for random weights are a thousand times as high.
+  run = flags.load(f"{_CONFIGS / name}.py:{hf_config.TINY}")
+  assert run.initial == str(hf_config.TINY)
+  assert run.optimizer.learning_rate == 1e-6
+  assert run.warm_start is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tool_calculator_hf", "counter", "sums"])
 def test_a_run_on_the_tiny_model_talks_in_its_template(name, tmp_path):
