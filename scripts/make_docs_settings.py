@@ -8,9 +8,9 @@ from launch.cli import settings_help
 _INTRODUCTION = """# Settings
 
 All settings of `configs/guess_number_moe.py`, which trains a mixture of experts
-on a game. `--config.PATH=VALUE` changes one; any class of its type can replace
-a part, such as `algorithm.loss`, and has settings of its own. To list the
-settings of any config, with everything that may replace a part:
+on a game. `--config.PATH=VALUE` changes one. A part such as `algorithm.loss`
+can be replaced by any class of its type, which has its own settings. To list
+the settings of any config, and what may replace each part:
 
 ```sh
 python -m launch.train --config=configs/guess_number_moe.py --config.help
@@ -18,8 +18,7 @@ python -m launch.train --config=configs/guess_number_moe.py \\
     --config.help=algorithm
 ```
 
-`--print_config` prints the values alone, as JSON that `--config=FILE.json`
-takes.
+`--print_config` prints only the values, as JSON for `--config=FILE.json`.
 
 <!-- Written by python -m scripts.make_docs from the docstrings. -->
 """
@@ -30,7 +29,7 @@ def page() -> str:
   entries = [*settings_help.entries(guess_number_moe.get_config())]
   parts = [one for one in entries if "." not in one.path]
   alone = [one for one in parts if not _below(one, entries)]
-  lines = [_INTRODUCTION, "## Of the run itself", "", *_table(alone)]
+  lines = [_INTRODUCTION, "## The run itself", "", *_table(alone)]
   for part in parts:
     if below := _below(part, entries):
       lines += ["", f"## {part.path}", "", *_table([part, *below])]
@@ -44,11 +43,13 @@ def _below(
 
 
 def _table(entries: list[settings_help.SettingEntry]) -> Iterator[str]:
-  yield "| setting | type | value | meaning |"
+  yield "| setting | type or choices | value | meaning |"
   yield "|---|---|---|---|"
   for one in entries:
-    kind, value = f"`{_cell(one.kind)}`", f"`{_cell(one.value)}`"
-    yield f"| `{one.path}` | {kind} | {value} | {_cell(one.meaning)} |"
+    # Code of its own for each choice: in one, the site would show a backslash
+    # before the bars between them, and break no line.
+    kinds = ", ".join(f"`{kind}`" for kind in one.kind.split(" | "))
+    yield f"| `{one.path}` | {kinds} | `{one.value}` | {_cell(one.meaning)} |"
 
 
 def _cell(text: str) -> str:

@@ -261,7 +261,9 @@ def files_of_a_reader(path: pathlib.Path) -> None:
     {"role": "assistant", "content": ""},
   ]
   pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-  for name, row in (("chats", {"messages": said}), ("pairs", pair)):
+  asked = {"question": "a", "answer": "b"}
+  data = {"chats": {"messages": said}, "pairs": pair, "questions": asked}
+  for name, row in data.items():
     rows = (json.dumps(row | {"n": number}) for number in range(30))
     (path / f"{name}.jsonl").write_text("\n".join(rows))
 
@@ -298,6 +300,13 @@ def test_paths_exist(page):
       assert (ROOT / name).exists(), name
     elif not slash and name.endswith(".py"):
       assert name.removesuffix(".py") in modules(), name
+
+
+@each_page
+def test_code_in_tables_has_no_bars(page):
+  # GitHub shows an escaped bar in code as a bar, the site with its backslash.
+  spans = re.findall(r"`([^`\n]+)`", page.read_text())
+  assert not [span for span in spans if "\\|" in span]
 
 
 @each_page
