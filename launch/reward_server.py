@@ -62,6 +62,8 @@ _PROCESSES = absl_flags.DEFINE_integer(
 _DEADLINE_S = absl_flags.DEFINE_float(
   "deadline_s", 60.0, "Deadline of a call, in s.", 0.001
 )
+# Shows --config in --help.
+absl_flags.adopt_module_key_flags(flags)
 
 _MAX_BODY = 16 << 20
 _BODY_S = 30.0

@@ -38,8 +38,9 @@ _QUIET = absl_flags.DEFINE_bool(
 _BACKEND = absl_flags.DEFINE_string(
   "backend",
   None,
-  "Starts the processes of engines: local, addresses, slurm, ray or xm, with"
-  " fields as in 'ray(cpus=4)'. The same as --config.placement.backend.",
+  "Starts the processes of engines and learner: local, addresses, slurm, ray"
+  " or xm, with fields as in 'ray(cpus=4)'. The same as"
+  " --config.placement.backend.",
 )
 _END_WITH_STDIN = absl_flags.DEFINE_bool(
   "end_with_stdin",

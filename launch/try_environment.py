@@ -75,6 +75,8 @@ _MODEL = absl_flags.DEFINE_string(
 _TASKS = absl_flags.DEFINE_integer(
   "tasks", 8, "Training tasks to play.", lower_bound=1
 )
+# Shows --config in --help.
+absl_flags.adopt_module_key_flags(flags)
 
 _MIN_WIDTH = 80
 _PATIENCE_S = 10.0

@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 import runpy
+import signal
 import sys
 
 from twinmesh import error_codes, extras, top_packages
@@ -41,6 +42,8 @@ def main() -> None:
   """Runs the command that the first argument names."""
   name = sys.argv[1] if len(sys.argv) > 1 else "--help"
   if name in ("-h", "--help", "--helpshort", "help"):
+    # A reader that has seen enough, as in `... | head`, is no error.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(_overview())
     return
   try:

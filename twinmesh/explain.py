@@ -8,6 +8,7 @@ The page docs/errors.md has the same.
 
 import difflib
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -68,4 +69,6 @@ def _filled(words: str, indent: str = "") -> str:
 
 
 if __name__ == "__main__":
+  # A reader that has seen enough, as in `... | head`, is no error.
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)
   main()

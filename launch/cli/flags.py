@@ -43,11 +43,10 @@ _CONFIG = absl_flags.DEFINE_string(
   "config",
   None,
   "Settings of the run: a Python file with get_config(), FILE.py:ARGUMENT for"
-  " get_config(ARGUMENT), or a JSON file of an earlier run. --config.a.b=VALUE"
-  " replaces one setting, and --noconfig.a.b turns one off: false, or none."
-  " The order does not matter: --config.a=NAME replaces all of a, and then"
-  " --config.a.b=VALUE changes a setting in it. --config.help, or"
-  " --config.help=a, prints all settings with their meaning.",
+  " get_config(ARGUMENT), or the config.json of a run. --config.a.b=VALUE"
+  " changes a setting, and --noconfig.a.b turns one off (false or none)."
+  " --config.a=NAME replaces a whole part, before any --config.a.b=VALUE,"
+  " whatever their order. --config.help and --config.help=a list all settings.",
 )
 _PRINT_CONFIG = absl_flags.DEFINE_bool(
   "print_config",
@@ -151,7 +150,8 @@ def parse(argv: Sequence[str]) -> list[str]:
       remaining.append(argument)
       continue
     _overrides[path] = text
-  rest = command_help.parse(remaining)
+  with exit_on_interrupt():
+    rest = command_help.parse(remaining)
   # Libraries narrate at INFO, absl's default once an app runs.
   if not absl_flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.WARNING)

@@ -20,8 +20,8 @@ from rl.settings import overrides
 TRUST = absl_flags.DEFINE_bool(
   "trust_config",
   False,
-  "Runs the code and the commands that the config.json of a run keeps, also"
-  " where no run of yours had them.",
+  "Executes the code and the commands in a run's config.json even if they are"
+  " of no run of yours: read them first.",
 )
 
 KEPT = "config_files"

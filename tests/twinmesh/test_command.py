@@ -43,6 +43,21 @@ def test_without_a_command_all_are_listed(twinmesh):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("arguments", ["--help", "explain", "host --help"])
+def test_a_reader_that_is_gone_ends_a_list_quietly(arguments):
+  read, write = os.pipe()
+  os.close(read)
+  with os.fdopen(write, "wb") as gone:
+    done = subprocess.run(
+      [sys.executable, "-m", "twinmesh", *arguments.split()],
+      env={**os.environ, "PYTHONPATH": str(top_packages.ROOT)},
+      stdout=gone,
+      stderr=subprocess.PIPE,
+    )
+  assert done.stderr == b""
+
+
+@pytest.mark.process
 def test_a_command_has_the_flags_and_errors_of_its_module(twinmesh):
   wrong = twinmesh("plan", "--config=missing.py")
   assert wrong.returncode == 2

@@ -54,6 +54,8 @@ def test_help_of_every_command_fits_two_screens():
     assert code == 0, module
     assert 4 <= len(lines) <= LINES, module
     assert max(map(len, lines)) <= COLUMNS, module
+    # A command that is shown with a config lists the flag.
+    assert ("--config=FILE" in text) <= ("\n  --config=.." in text), module
 
 
 @pytest.fixture
