@@ -1,10 +1,10 @@
-"""Trains the model behind a program that is written against `openai`.
+"""Trains the model behind a program that uses the `openai` package.
 
 python -m launch.train --config=configs/agent_letters.py --workdir=DIR
 
-`configs/programs/next_letter.py` is started for every episode, as a process of
-its own, and asks the run for its answer. Its task is small, as most of the time
-is that of a thousand starts of Python.
+Every episode starts `configs/programs/next_letter.py` as a process, which asks
+the run for its answer. The task is small, because most of the time goes into a
+thousand starts of Python.
 
 Hardware: two CPU cores. Duration: about ten minutes. Expected: success on
 held-out tasks from about 0.1 to 0.9 or more.

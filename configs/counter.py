@@ -1,4 +1,4 @@
-"""A task of your own with tools, complete: a class whose methods are called.
+"""Your own task with tools, complete: a class whose methods are called.
 
 python -m launch.train --config=configs/counter.py --workdir=DIR
 

@@ -1,4 +1,4 @@
-"""Trains a model on pairs of answers, of which one is preferred, by DPO.
+"""Trains a model by DPO on pairs of answers, one of which is preferred.
 
 python -m launch.train --config=configs/dpo_pairs.py --workdir=DIR
 python -m launch.train --config=configs/dpo_pairs.py:MODEL \\
@@ -6,14 +6,15 @@ python -m launch.train --config=configs/dpo_pairs.py:MODEL \\
 python -m launch.export --run=DIR --directory=DIR-hf
 
 The first command trains a tiny model from scratch on pairs that this file makes
-up: to a letter the next one is preferred to the one before. The second trains
-adapters on top of MODEL, a directory of Hugging Face, which is the reference.
-Each line of FILE.jsonl is an object with "prompt", "chosen" and "rejected",
-each a text or a list of messages as in the OpenAI API. Where "chosen" and
-"rejected" are whole conversations, add --config.environment.prompt=none.
+up: the preferred answer to a letter is the next one, the rejected answer the
+one before. The second trains adapters on top of MODEL, a Hugging Face directory
+that is also the reference. Each line of FILE.jsonl is an object with "prompt",
+"chosen" and "rejected", each a text or a list of messages as in the OpenAI API.
+If "chosen" and "rejected" are whole conversations, add
+--config.environment.prompt=none.
 
-Loss, accuracy and margin of each step, and those of held-out pairs, are lines
-of DIR/warm_start.jsonl.
+DIR/warm_start.jsonl has a line per step with loss, accuracy and margin, and
+those of held-out pairs.
 
 Hardware: two CPU cores, or what MODEL needs. Duration: the first half a minute.
 Expected: in 98 % of held-out pairs or more the policy favours the preferred

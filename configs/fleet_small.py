@@ -2,8 +2,8 @@
 
 python -m launch.plan --config=configs/fleet_small.py
 
-Eight devices that compute well may train; eight that are cheaper only decode.
-Tasks are short games with slow steps and long answers of one turn.
+Eight fast devices may train; eight cheaper ones only decode. Tasks are short
+games with slow steps, and long answers of one turn.
 
 Hardware: one CPU core. Duration: two minutes. Expected: plans, the fastest
 first; a step of it takes 27 seconds.

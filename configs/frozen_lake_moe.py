@@ -4,7 +4,7 @@ python -m launch.train --config=configs/frozen_lake_moe.py --workdir=DIR
 
 Hardware: two CPU cores, one virtual device for each mesh. Duration: about three
 minutes. Expected: success on unseen maps from about 0.3 after the warm start to
-0.8 or more; the warm start's oracle would always win.
+0.8 or more; the oracle of the warm start always wins.
 """
 
 from envs.rewards import rewards

@@ -1,8 +1,8 @@
-"""An algorithm of your own: a loss and an advantage that the library lacks.
+"""Your own algorithm: a loss and an advantage that the library lacks.
 
 python -m launch.train --config=configs/guess_number_own.py --workdir=DIR
 
-Both are frozen dataclasses, so their fields are flags as well:
+Both are frozen dataclasses, so their fields are flags:
 --config.algorithm.loss.bound=0.1, or --config.algorithm.loss='spo(bound=0.1)'
 
 Hardware: two CPU cores. Duration: as `guess_number_moe.py`, about five minutes.

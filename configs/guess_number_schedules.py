@@ -1,4 +1,4 @@
-"""The run of `guess_number_moe.py` under each schedule, by its name.
+"""The run of `guess_number_moe.py` under a schedule, chosen by name.
 
 python -m launch.train --config=configs/guess_number_schedules.py:sync \\
     --workdir=DIR
@@ -6,18 +6,17 @@ python -m launch.train --config=configs/guess_number_schedules.py:sync \\
 name            lag  rollout and training
 sync              0  one after the other
 strict_pipeline   0  gradients are summed while the tail of a round decodes
-rollout_pipe      0  two updates a round, the first while its tail decodes
-hard_frontier     0  the same; the groups of one update are played at a time
-one_step_off      1  the next round is played meanwhile; engines drain
-bounded           2  the same within two rounds
-in_flight         1  weights arrive inside trajectories; caches are recomputed
+rollout_pipe      0  two updates per round, the first while its tail decodes
+hard_frontier     0  the same, playing only the groups of one update at a time
+one_step_off      1  the next round decodes during training; engines drain
+bounded           2  the same, within two rounds
+in_flight         1  weights arrive within trajectories; caches are recomputed
 keep_kv           1  the same; caches are kept
-drop              1  in flight, trained as completed; the stale is replaced
-recycle           1  in flight, trained as completed; the stale is replayed
+drop              1  in flight, as groups complete; stale groups are replaced
+recycle           1  in flight, as groups complete; stale groups are replayed
 
-`python -m benchmarks.overlap` runs them all side by side: how long a round of
-each takes, what it trains of what it samples, and how much of that a simulation
-predicts.
+`python -m benchmarks.overlap` compares them all: how long a round takes, what
+share of the sampled tokens is trained, and how well a simulation predicts both.
 
 Hardware: two CPU cores, one virtual device for each mesh. Duration: 5 to 7
 minutes for all rounds. Expected: success as in guess_number_moe. In that

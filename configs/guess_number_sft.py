@@ -1,15 +1,15 @@
-"""Guess a number, learned from an oracle alone: supervised, no reward.
+"""Guess a number by supervised learning from an oracle, without reward.
 
 python -m launch.train --config=configs/guess_number_sft.py --workdir=DIR
 python -m launch.export --run=DIR --directory=DIR-hf
 
 The oracle of the environment plays binary search; the policy imitates its
 moves, in the learner and with the batches of every other run. The result is
-a checkpoint like any other: a run with `--config.initial=DIR-hf` goes on from
+a checkpoint like any other: a run with `--config.initial=DIR-hf` continues from
 it by reinforcement learning. So does this run with a larger `--config.rounds`.
 
-Loss and gradient of each step are lines of DIR/warm_start.jsonl. The same
-command goes on where a run was stopped or killed.
+DIR/warm_start.jsonl has the loss and gradient norm of each step. The same
+command resumes a run that was stopped or killed.
 
 Hardware: two CPU cores. Duration: about a minute. Expected: success of 97 % or
 more on held-out seeds.

@@ -1,9 +1,9 @@
-"""The task of the migration pages: sums, and a first digit is a start.
+"""The task of the migration pages: sums, with partial credit for a digit.
 
 python -m launch.train --config=configs/migrated_sums.py --workdir=DIR
 
 The settings are those of the scripts for TRL, Tunix and verl in
-docs/migration. From random weights a run learns to begin with a digit, and not
+docs/migration. From random weights a run learns to begin with a digit, but not
 to add. configs/migrated_sums.py:MODEL starts from the Hugging Face checkpoint
 in the directory MODEL; the learning rate, 4e-3 in all four, is for random
 weights, so give a published model --config.optimizer.learning_rate=1e-6.

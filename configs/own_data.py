@@ -7,9 +7,9 @@ python -m launch.train --config=configs/own_data.py:MODEL --explain \\
 
 MODEL is a Hugging Face directory, and each line of FILE.jsonl an object with
 "question" and "answer". Copy this file and change the prompt and `grade`. The
-first command uses one device, the second plans for eight. Without :MODEL a tiny
-model with random weights is asked the questions of sums.jsonl, to see on a CPU
-that everything fits together.
+first command uses one device, the second prints a plan for eight. Without
+:MODEL, a tiny model with random weights shows on a CPU that everything fits
+together, on the questions of sums.jsonl.
 
 Hardware: what MODEL needs, or two CPU cores for the tiny model. Duration: not
 measured. Expected: no success from the tiny model; from MODEL, not measured.

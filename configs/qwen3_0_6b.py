@@ -4,11 +4,11 @@ python -m launch.train --config=configs/qwen3_0_6b.py \\
     --config.initial=models/Qwen3-0.6B --workdir=DIR
 python -m launch.train --config=configs/qwen3_0_6b.py:lora --explain
 
-`initial` is a directory with the published checkpoint. `:lora` trains adapters
-alone. Training and decoding share the device; slots and pages are what training
-leaves of its memory.
+`initial` is a directory with the published checkpoint. `:lora` trains only
+adapters. Training and decoding share the device; the engine gets the memory
+that training leaves.
 
-Hardware: one device of 80 GiB, such as an H100, by plan: it has not run there.
+Hardware: one device of 80 GiB, such as an H100; planned, not run.
 Duration: not measured. Expected: not measured.
 """
 

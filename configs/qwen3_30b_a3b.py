@@ -6,12 +6,12 @@ python -m launch.train --config=configs/qwen3_30b_a3b.py:h200-lora --explain
 
 `v5p` trains on 32 TPUs of 88 GiB and decodes on 32; `h200` trains on 16 GPUs of
 139 GiB and decodes on 48, as one holds more of the model. Experts are split in
-training, heads in decoding, where every engine has four devices. The experts
-that an engine chose are chosen again in training. The loss weighs whole
-answers (GSPO), which is kinder to a router.
+training, heads in decoding, where every engine has four devices. Training uses
+the experts that the engine chose (router replay), and sequence ratios (GSPO),
+which are kinder to routers.
 
-Hardware: 64 accelerators, by plan: it has not run there. Duration: not
-measured. Expected: not measured.
+Hardware: 64 accelerators; planned, not run. Duration: not measured. Expected:
+not measured.
 """
 
 import dataclasses

@@ -4,12 +4,12 @@ python -m launch.train --config=configs/qwen3_4b.py \\
     --config.initial=models/Qwen3-4B --workdir=DIR
 python -m launch.train --config=configs/qwen3_4b.py:lora --explain
 
-The agent calls tools, which `pip install 'twinmesh[tools]'` reads. Parameters
-and optimizer are split over all eight devices, and each of them decodes with an
+The agent calls tools (`pip install 'twinmesh[tools]'`). Parameters and
+optimizer are split over all eight devices, and each of them decodes with an
 engine of its own.
 
-Hardware: eight devices of 80 GiB, by plan: it has not run there. Duration: not
-measured. Expected: not measured.
+Hardware: eight devices of 80 GiB; planned, not run. Duration: not measured.
+Expected: not measured.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Fine-tunes a model on chats of one's own: supervised, or a tiny one to try.
+"""Fine-tunes a model on your own chats, or a tiny one to try.
 
 python -m launch.train --config=configs/sft_chats.py --workdir=DIR
 python -m launch.train --config=configs/sft_chats.py:MODEL \\
@@ -7,14 +7,13 @@ python -m launch.export --run=DIR --directory=DIR-hf
 
 The first command trains a tiny model, from scratch and in whole words, on chats
 that this file makes up: the user names two letters, and the agent says what
-comes after each. The second trains adapters on top of MODEL, a directory of
-Hugging Face, with its tokenizer and chat template. Each line of FILE.jsonl is
-an object with "messages" as in the OpenAI API and maybe "tools". The answers
-are trained, and nothing else.
+comes after each. The second trains adapters on top of MODEL, a Hugging Face
+directory, with its tokenizer and chat template. Each line of FILE.jsonl is an
+object with "messages" as in the OpenAI API and optionally "tools". Only the
+answers are trained.
 
-Loss and gradient of each step, and the loss on held-out rows, are lines of
-DIR/warm_start.jsonl. The same command goes on where a run was stopped or
-killed.
+DIR/warm_start.jsonl has the loss and gradient norm of each step, and the loss
+on held-out rows. The same command resumes a run that was stopped or killed.
 
 Hardware: two CPU cores, or what MODEL needs. Duration: the first half a minute.
 Expected: a loss on held-out chats below 0.01 nats a token, from 3.4 at first.

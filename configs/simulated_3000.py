@@ -3,18 +3,18 @@
 python -m launch.simulate --config=configs/simulated_3000.py
 
 504 accelerators train and 2,496 decode: 39 engines of 64 each, over which the
-experts of a model are spread. The simulator knows engines; `accelerators` only
-weighs their shares.
+experts of a model are spread. The simulator models engines; `accelerators` only
+weights their shares.
 
 Five kinds of tasks at once, with prompts of up to 12k ids, answers of up to 46k
 and 1 to 48 turns on average, on two kinds of decode pools, with a staleness of
 1: the numbers of RollArt's production run (arXiv 2512.22560, section 8) where
 they are published. Speeds are those of a mixture of experts of some 200 billion
-parameters; latencies of environments have a body and a Pareto tail. The batch
-is not published; this one is as large as a fleet of this size needs.
+parameters; environment latencies have a log-normal body and a Pareto tail. The
+batch is not published; this one is as large as a fleet of this size needs.
 
 Hardware: one CPU core and 550 MB. Duration: one to two minutes. Expected: a
-step of 950 to 1,070 seconds; in all 5,200 to 6,400 seconds of the cluster and
+step of 950 to 1,070 seconds; in all 5,200 to 6,400 simulated seconds and
 140 million tokens, with 69 to 85 % of the decode slots in use.
 """
 

@@ -4,14 +4,14 @@ python -m launch.train --config=configs/tool_calculator_hf.py --workdir=DIR
 
 The model is `models/hf/tiny`, a mixture of experts with the tags of Qwen3 and
 random weights. "From left to right: 59 plus 6 times 9" takes a call for each
-step, which has the result of the one before, and an answer in the last turn.
-The warm start shows how, and guesses instead in a third of the answers: only
-the reward tells that calls are worth more. No question is in both splits.
+step, which uses the result of the one before, and an answer in the last turn.
+The warm start shows how, but guesses in a third of the answers: only the reward
+tells that calls are better. No question is in both splits.
 
 Hardware: two CPU cores, one virtual device for each mesh. Duration: 9 to 11
 minutes. Expected: success on held-out questions rises from 15 to 21 % after the
 warm start to 91 to 94 %, with seeds 0, 1 and 2; `python -m benchmarks.tools`
-measures it. What is left are long numbers copied with a wrong digit.
+measures it. The remaining errors are long numbers copied with a wrong digit.
 """
 
 import dataclasses

@@ -23,13 +23,24 @@ _FORMS = {
 }
 _INTRODUCTION = """# Recipes
 
-Each file of `configs/` is a run that can be started as it is, and a place to
-begin from. A run stops after the rounds in its file; `--config.rounds=2` is
-enough to see one of `launch.train` go. *Measured* lists results from
-`benchmarks/results`, by `python -m benchmarks.seeds`,
-`python -m benchmarks.seeds_simulated` or the benchmark named in the recipe:
-success on held-out tasks unless noted. A single run has its 95 % interval in
-brackets; several runs are given as a range.
+Each file of `configs/` is a run that works as it is, and a template for your
+own. `--config.rounds=2` is enough to try one of `launch.train`.
+
+- A first run on a CPU: `guess_number_moe`, `frozen_lake_moe`.
+- Your own data and a published model: `own_data`, `qwen3_0_6b`, `qwen3_4b`.
+- Your own task: `sums` (rows), `counter` and `tool_calculator_hf` (tools),
+  `next_letter` (an async class), `agent_letters` (a program).
+- Your own loss: `guess_number_own`.
+- SFT, DPO and distillation: `sft_chats`, `guess_number_sft`, `dpo_pairs`,
+  `guess_number_distill`.
+- Schedules: `guess_number_schedules`.
+- The task of the migration pages: `migrated_sums`.
+- Clusters: `qwen3_30b_a3b`, `simulated_3000`, `fleet_small`.
+
+*Measured* lists results from `benchmarks/results`, by
+`python -m benchmarks.seeds`, `python -m benchmarks.seeds_simulated` or the
+benchmark named in the recipe: success on held-out tasks unless noted. A single
+run has its 95 % interval in brackets; several runs are given as a range.
 
 <!-- Written by python -m scripts.make_docs from the files. -->
 
