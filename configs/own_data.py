@@ -34,7 +34,7 @@ from rl.train import optimizers
 def grade(answer: str, row: Mapping[str, Any]) -> float:
   """Returns 1 if the last number of the answer is the expected one."""
   numbers = re.findall(r"-?\d+(?:\.\d+)?", answer.replace(",", ""))
-  return float(numbers[-1:] == [row["answer"]])
+  return float(numbers[-1:] == [str(row["answer"])])
 
 
 def get_config(model: str | None = None) -> experiment.Experiment:

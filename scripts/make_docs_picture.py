@@ -32,8 +32,8 @@ def draw() -> str:
     svg.text(
       28,
       66,
-      "An import leads to a lower floor, or to a lower block; of envs, rl "
-      "sees the protocols alone.",
+      "Imports go to a lower floor, or to a lower block; of envs, rl imports "
+      "only the protocols.",
       f'fill="{svg.MUTED}"',
     ),
   ]

@@ -48,7 +48,7 @@ def _table(entries: list[settings_help.SettingEntry]) -> Iterator[str]:
   for one in entries:
     # Code of its own for each choice: in one, the site would show a backslash
     # before the bars between them, and break no line.
-    kinds = ", ".join(f"`{kind}`" for kind in one.kind.split(" | "))
+    kinds = ", ".join(f"`{k}`" for k in dict.fromkeys(one.kind.split(" | ")))
     yield f"| `{one.path}` | {kinds} | `{one.value}` | {_cell(one.meaning)} |"
 
 

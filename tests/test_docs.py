@@ -338,6 +338,15 @@ def test_links_stay_within_the_site(link, depth, kept):
   assert make_docs_links.within_site(link, depth) == kept
 
 
+def test_long_names_in_tables_may_break():
+  long = "<code>algorithm.advantage=dr_grpo</code>"
+  html = f"<p>{long}</p><td><code>a.b</code> {long}</td>"
+  assert make_docs_links.breakable(html) == (
+    f"<p>{long}</p><td><code>a.b</code> "
+    "<code>algorithm.<wbr>advantage=<wbr>dr_<wbr>grpo</code></td>"
+  )
+
+
 @each_page
 def test_names_exist(page):
   text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
