@@ -35,13 +35,14 @@ class BatchShape:
   """Shape of every packed micro-batch.
 
   Attributes:
-    rows: split over the learner's data axis.
-    tail_rows: of the last batches of an update, where they leave less empty;
-      they are another program. "auto" is a quarter of `rows`, rounded up to
-      what the data axis divides. None gives all batches the same shape.
+    rows: number of rows, split over the learner's data axis.
+    tail_rows: number of rows of the last batches of an update, if that leaves
+      less empty; these are another program. "auto" is a quarter of `rows`,
+      rounded up to a multiple of the data axis. None gives all batches the same
+      shape.
     length: tokens of a row; the longest episode must fit.
-    share_prompts: stores the context that members of a group share once a row.
-      Worth it when prompts are long next to the answers, as
+    share_prompts: stores the context that members of a group share once per
+      row. Worth it when prompts are long compared with the answers, as
       `benchmarks/packing.py` shows; rows should then hold several members.
   """
 
@@ -82,9 +83,9 @@ class Evaluation:
 
   Attributes:
     every: rounds between evaluations; 0: only before and after the run.
-    episodes: one a task, of fewer rows several; 0: there is no evaluation.
-    temperature: 0 plays greedily.
-    success: smallest reward of an episode that succeeds.
+    episodes: one per task, or several if there are fewer rows; 0: none.
+    temperature: of sampling; 0 is greedy.
+    success: an episode succeeds from this reward on.
   """
 
   every: int = 25
@@ -107,14 +108,13 @@ class Retention:
     checkpoint_every: rounds between checkpoints.
     checkpoints: how many are kept.
     episodes_every: rounds between samples of trajectories.
-    episodes: samples that are kept, the newest.
-    skipped: updates that were skipped, as their loss or gradient is not finite,
-      each with a copy of the parameters; the newest stay. By default all that
-      end a run.
-    segment_bytes: of events.jsonl and of spans.jsonl, from which on they go
-      on anew, and what they had is compressed into events/ and spans/.
-    log_bytes: of either log on disk, beyond which its oldest segments are
-      deleted; of events once they are checked and no restart can need them.
+    episodes: how many trajectories are kept, the newest.
+    skipped: how many skipped updates are kept, the newest, each with a copy of
+      the parameters. The default is as many as end a run.
+    segment_bytes: size at which events.jsonl and spans.jsonl are compressed
+      into events/ and spans/, and begin anew.
+    log_bytes: size of either log on disk, beyond which its oldest segments are
+      deleted; of events once they are checked and no restart needs them.
   """
 
   checkpoint_every: int = 25
@@ -138,37 +138,38 @@ class Experiment:
   `algorithm` with its `advantage` and `loss`, and `optimizer`.
 
   Attributes:
+    environment: the source of tasks, and of an environment for each.
+    reward: grades episodes that have ended.
     tasks: number and order of the training tasks.
     algorithm: from rewards to the objective; a preset, or parts of one.
-    optimizer_memory: "host" keeps moments and master copies in the memory of
-      the host between updates, so that the device has their room for the
-      activations of long rows.
-    max_skipped: updates in a row that are skipped because a loss or gradient
-      is not finite; one more ends the run, as do as many rounds that train
-      nothing because of faults. Batches of such updates stay in `skipped/` of
-      the run, for `launch.replay`.
-    bounds: metrics that warn, or end the run, where they drift.
+    optimizer_memory: "host" keeps moments and master copies in host memory
+      between updates, which leaves room on the device for the activations of
+      long rows.
+    max_skipped: allowed number of updates in a row that are skipped because a
+      loss or gradient is not finite; one more ends the run, as do as many
+      rounds that train nothing because of faults. Batches of such updates stay
+      in `skipped/` of the run, for `launch.replay`.
+    bounds: metrics that warn, or end the run, when they drift.
     routing: the choice of a decode pool for a conversation.
-    recovery: restarts of engines that were lost.
+    recovery: restarts of lost engines.
     initial: directory of a Hugging Face checkpoint with the initial
       parameters; None draws them from the seed.
-    chat: the tokenizer and chat template. None takes those of `initial`, and
-      the words of the environment where there are none.
-    seed: of parameters, task order and sampling noise.
-    rounds: publishes until the end; 0 is the warm start alone.
+    chat: the tokenizer and chat template. None takes those of `initial`, or
+      without one the words of the environment.
+    seed: decides initial parameters, task order and sampling noise.
+    rounds: length of the run, in publishes; 0 is only the warm start.
     warm_start: supervised steps before the first round, on demonstrations or on
       recorded conversations, or None.
-    data: a file of rows, in the place of `environment.rows.data`; None leaves
-      that.
+    data: a file of rows that replaces `environment.rows.data`, or None.
     progress_timeout_s: a longer wait inside the loop ends the run, with a
-      table of all waits. During an evaluation: the longest time in which no
-      episode ends.
-    repeatable: the order of all events follows from the settings and the seed,
-      at some cost in time; see `rl.runtime.logical_clock`. Two runs on machines
-      with the same devices then end with the same parameters, bit for bit,
-      whether they were killed or not.
-    tracker: a service that is sent the metrics, beside metrics.jsonl and the
-      files of TensorBoard, or None.
+      table of all waits. During an evaluation: the longest time without the
+      end of an episode.
+    repeatable: makes the order of all events follow from the settings and the
+      seed, at some cost in time; see `rl.runtime.logical_clock`. Two runs on
+      machines with the same devices then end with the same parameters, bit for
+      bit, whether they were killed or not.
+    tracker: a service that gets the metrics as well, or None. metrics.jsonl and
+      the files of TensorBoard are always written.
     log_startup: prints, after the first round, the seconds of each phase of the
       start.
   """

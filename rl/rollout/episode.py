@@ -128,14 +128,14 @@ class Limits:
   """Limits of one episode, and its sampling.
 
   Attributes:
-    max_turns: answers in an episode.
-    turn_tokens: maximum of one answer.
-    max_tokens: maximum of a whole episode, context included.
+    max_turns: most answers in an episode.
+    turn_tokens: most tokens of one answer.
+    max_tokens: most tokens of a whole episode, context included.
     temperature: of sampling; 0 takes the most probable token.
     step_s: deadline of one start, step or close of an environment. The first
       start of a process may import the environment's package.
-    record_experts: keep the experts that the engine chose for every id, so
-      that the learner takes the same.
+    record_experts: records the experts that the engine chose for every id, for
+      the learner to use the same (router replay).
   """
 
   max_turns: int = 16

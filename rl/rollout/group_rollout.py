@@ -44,10 +44,11 @@ class Rollout(episode_lib.Limits):
   """Limits of the groups: of their episodes and of their grading.
 
   Attributes:
-    group_size: G episodes of one task.
-    grading: deadline and retries of a reward's calls.
-    starting: retries of starts of environments whose source allows them.
-    overlong, repetition: penalties for answers nearly too long, or repetitive.
+    group_size: G, the episodes sampled for one task.
+    grading: deadline and retries of the calls of a reward.
+    starting: retries of environments' starts, if their source allows them.
+    overlong, repetition: penalties for answers near the token limit, and for
+      repetitive ones.
   """
 
   group_size: int = 8

@@ -41,10 +41,11 @@ class Redundancy:
   """Redundant rollouts, so that the learner need not wait for the slowest.
 
   Attributes:
-    extra_groups: of a round. With a bound of 0 redundant groups are aborted as
-      soon as the round has its groups. Else they go on: the next round trains
-      them, and the slowest grow too old and are dropped.
-    extra_members: of a group; its first `group_size` to end make it up.
+    extra_groups: redundant groups per round. With a bound of 0 they are aborted
+      as soon as the round has its groups. Otherwise they continue: the next
+      round trains them, and the slowest grow too old and are dropped.
+    extra_members: redundant members per group; the first `group_size` to end
+      are the group.
 
   Source: RollArt, arXiv 2512.22560, section 6.3.
   """
@@ -68,43 +69,42 @@ class Overlap:
   staleness; in any other order the bound is checked.
 
   Attributes:
-    groups_per_round: R groups trained between two publishes.
+    groups_per_round: R, the groups trained between two publishes.
     updates_per_round: optimizer steps in a round. Update j of a round trains
-      on data from weights j updates old, and where rounds overlap on some that
-      is older by all updates of a round or more.
-    groups_per_microbatch: groups of one gradient accumulation; None where
-      `tokens_per_microbatch` says how many.
-    tokens_per_microbatch: a budget for one gradient accumulation, in ids of
-      the members that may be trained, context included. It takes the longest
-      prefix, in the order of training, of the groups that are ready and fit,
-      and of a larger group that alone. A group is never split, and a learner
-      with nothing else to do never waits for the budget to fill.
-    wait_for_round: train only when the last group of the round is ready, as a
-      synchronous system does; else as soon as a micro-batch is.
+      on data from weights j updates old; where rounds overlap, some data is
+      older by all updates of one round or more.
+    groups_per_microbatch: groups per gradient accumulation; None if
+      `tokens_per_microbatch` decides.
+    tokens_per_microbatch: a token budget per gradient accumulation, in ids of
+      the members that may be trained, context included. The learner takes the
+      longest prefix, in the order of training, of the groups that are ready and
+      fit, or one larger group alone. A group is never split, and an idle
+      learner never waits for the budget to fill.
+    wait_for_round: trains only when the last group of the round is ready, as a
+      synchronous system does; otherwise as soon as a micro-batch is.
     max_staleness: eta, in rounds: the bound on T - F of every trained group,
       from the version F of its first token to the version T it trains at.
     consume: order of training, and the fate of groups that are too old.
     on_publish: the fate of trajectories in flight when weights arrive; with a
       bound of 0 there are none. "drain": an engine first ends the trajectories
       that have begun on it, while others decode, so each has one version.
-      "recompute": trajectories go on, and every token is sampled from keys and
-      values of its own version. "keep_kv": from older ones as well; publishing
-      is cheaper, but no forward pass of one version repeats its
+      "recompute": trajectories continue, and every token is sampled from keys
+      and values of its own version. "keep_kv": from older ones as well;
+      publishing is cheaper, but no forward pass of one version repeats its
       log-probability. The recorded one is still right for the ratio, but the
       gap between engine and learner can no longer be measured.
-    admission: the groups that decode first.
-    frontier_groups: F unfinished groups of a hard frontier.
+    admission: which groups decode first.
+    frontier_groups: F, the unfinished groups of a hard frontier.
     old_logprob: the policy in the denominator of the loss's ratio. "decode":
       the one that sampled each token, as the engine recorded it. "snapshot":
       the weights at the beginning of the round, the same for all its updates:
       the proximal policy of decoupled PPO. "recompute": those at the time of
       training, so that only `algorithm.epochs` take the ratio away from 1.
-      `algorithm.correction` weighs the difference between either of the last
+      `algorithm.correction` weights the difference between either of the last
       two and the engine.
-    redundancy: rollouts beyond need.
-    too_slow_after: attempts in a row, in the place of one group, that grow too
-      old before its source counts as too slow there and any source may take
-      the place.
+    redundancy: rollouts beyond those that are needed.
+    too_slow_after: attempts in a row, in the slot of one group, that grow too
+      old before any source may take the slot.
 
   Source: keeping keys and values, PipelineRL, arXiv 2509.19128; frontier and
   token budget, RolloutPipe, 2606.26997.
