@@ -23,7 +23,7 @@ from launch.gateway import (
   session_record,
 )
 from launch.http import disconnect, json_fields
-from rl.agents import answer_stream, session_tree
+from rl.agents import answer_stream, messages, session_tree
 from rl.agents import sessions as sessions_lib
 from rl.engine import contract
 from rl.rollout import episode
@@ -185,8 +185,9 @@ def decode_requests(
   if room < (1 if limit is None else limit):
     other = "" if limit is None else f", or lower max_tokens={limit}"
     raise json_fields.BadRequest(
-      f"a conversation of {len(opening.tokens)} tokens leaves room for "
-      f"{max(room, 0)} in {capabilities.max_length}; shorten it{other}",
+      f"{messages.too_long(capabilities.max_length)}, and a conversation of "
+      f"{len(opening.tokens)} leaves room for {max(room, 0)}; shorten it"
+      f"{other}",
       field,
       "context_length_exceeded",
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from envs import base
 from launch.http import json_fields
+from rl.agents import messages as messages_lib
 from rl.rollout import episode as episode_lib
 
 MAX_DEPTH = 64
@@ -48,7 +49,8 @@ class RequestLimits:
     """Raises BadRequest on messages that a conversation cannot hold."""
     if len(messages) > self.length:
       raise json_fields.BadRequest(
-        f"{len(messages)} messages cannot fit {self.length} tokens; send fewer",
+        f"{messages_lib.too_long(self.length)}, which {len(messages)} messages "
+        "cannot fit; send fewer",
         "messages",
         "context_length_exceeded",
       )
@@ -62,8 +64,8 @@ class RequestLimits:
     """Raises BadRequest on more text than a conversation can hold."""
     if count > self.characters:
       raise json_fields.BadRequest(
-        f"{count} characters cannot fit {self.length} tokens, which have "
-        f"{self.characters} at most; shorten {field}",
+        f"{messages_lib.too_long(self.length)}, which have {self.characters} "
+        f"characters at most, and {field} {count}; shorten {field}",
         field,
         "context_length_exceeded",
       )

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 from envs import base
-from rl.agents import answer_stream, session_tree
+from rl.agents import answer_stream, messages, session_tree
 from rl.agents import sessions as sessions_lib
 from rl.data import trajectory
 from rl.engine import contract
@@ -241,10 +241,10 @@ class _Playing:
       raise ValueError("the episode is over")
     if self._num_asked >= limits.max_turns or room < 1:
       self.is_cut = True
-      bound = f"{limits.max_turns} answers (rollout.max_turns)"
+      bound = f"an episode has {limits.max_turns} answers (rollout.max_turns)"
       if room < 1:
-        bound = f"{limits.max_tokens} tokens (rollout.max_tokens)"
-      raise ValueError(f"an episode has at most {bound}; end it")
+        bound = f"{messages.too_long(limits.max_tokens)} (rollout.max_tokens)"
+      raise ValueError(f"{bound}; end it")
     return dataclasses.replace(
       request,
       session=self._episode.name,

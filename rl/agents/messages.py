@@ -80,6 +80,15 @@ def text_ids(chat: episode_lib.Chat, text: str) -> list[int]:
   return ids
 
 
+def too_long(length: int) -> str:
+  """Returns how the refusal of a conversation over `length` ids begins.
+
+  By these words of OpenAI's and vLLM's servers clients such as litellm and
+  verifiers know it, and end or shorten the conversation.
+  """
+  return f"this model's maximum context length is {length} tokens"
+
+
 @contextlib.contextmanager
 def encoding() -> Iterator[None]:
   """Turns every error into a ValueError: templates raise all kinds."""

@@ -38,6 +38,8 @@ from tests.helpers.openai_server import (
   YES,
 )
 
+# OpenAI's words, by which clients know a full context.
+FULL = "this model's maximum context length is"
 GUIDE = pathlib.Path(__file__).parents[3] / "docs/guides/serving.md"
 
 
@@ -550,7 +552,10 @@ def test_a_conversation_without_room_is_told_what_it_may_shorten(
   with pytest.raises(openai.BadRequestError) as error:
     words.ask("go", **options)
   body: Any = error.value.body
-  assert body["message"].endswith(f"room for 0 in 2; shorten it{out}")
+  assert body["message"] == (
+    f"{FULL} 2 tokens, and a conversation of 2 leaves room for 0; shorten "
+    f"it{out}"
+  )
   assert body["param"] == "messages"
   with pytest.raises(openai.BadRequestError) as error:
     words.client().completions.create(model="any", prompt=[GO, ON], **options)
@@ -637,7 +642,7 @@ GONE = {"role": "user", "content": ""}
     # 512 tokens of 20 characters, and a space each.
     (
       *("chat/completions", _asking(" " * 20_000), 400),
-      "20000 characters cannot fit 512 tokens, which have 10752 at most",
+      f"{FULL} 512 tokens, which have 10752 characters at most",
     ),
     (
       *("completions", {"model": "m", "prompt": "<" * 20_000}, 400),
@@ -649,7 +654,7 @@ GONE = {"role": "user", "content": ""}
     ),
     (
       *("chat/completions", _asking(messages=[GONE] * 513), 400),
-      "513 messages cannot fit 512 tokens",
+      f"{FULL} 512 tokens, which 513 messages cannot fit",
     ),
     (
       *("chat/completions", _asking(tools=[{}] * 600), 400),

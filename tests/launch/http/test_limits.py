@@ -60,7 +60,7 @@ def test_a_text_that_cannot_fit_is_refused():
   # "<agent>" is the longest of the ids, and a space follows it: 100 times 8.
   bounds = limits.of_chat(word_chat.WordChat(("go", "on")), 100)
   bounds.check_characters(800, "prompt")
-  with pytest.raises(json_fields.BadRequest, match=r"801 .* 800 at most"):
+  with pytest.raises(json_fields.BadRequest, match=r"have 800 .* 801; shorten"):
     bounds.check_characters(801, "prompt")
 
 
