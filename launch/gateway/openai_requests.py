@@ -311,7 +311,9 @@ def _message(data: Any, where: str) -> base.Message:
     raise json_fields.wrong(f"{where}.role", why)
   known = {"role", "content", "name", "tool_calls", "tool_call_id"}
   if role == "assistant":
-    known |= {"reasoning_content"}
+    # The second is vLLM's name of it. In the third, litellm keeps notes of the
+    # reply, and sends them with the next request.
+    known |= {"reasoning_content", "reasoning", "provider_specific_fields"}
   for name, value in data.items():
     if name not in known and value not in (None, []):
       why = "cannot be shown to the model"
@@ -327,15 +329,17 @@ def _message(data: Any, where: str) -> base.Message:
     raise json_fields.wrong(f"{where}.content", " is missing")
   if isinstance(text, list):
     text = "".join(_part(part, f"{where}.content") for part in text)
+  thought, other = (
+    json_fields.get(data, field, str, None, f"{where}.")
+    for field in ("reasoning_content", "reasoning")
+  )
   return base.Message(
     role=base.OPENAI_ROLES[role],
     content=text,
     tool_calls=tuple(_call(call, f"{where}.tool_calls") for call in calls),
     tool_call_id=_name(data, "tool_call_id", f"{where}.", None),
     name=_name(data, "name", f"{where}.", None),
-    reasoning=json_fields.get(
-      data, "reasoning_content", str, None, f"{where}."
-    ),
+    reasoning=thought or other,
   )
 
 

@@ -52,7 +52,8 @@ def test_what_is_left_out_or_null_has_its_default():
   assert not any((*flags, every.calls, every.one_call))
 
 
-def test_messages_keep_all_that_a_model_is_shown():
+@pytest.mark.parametrize("thought", ["reasoning_content", "reasoning"])
+def test_messages_keep_all_that_a_model_is_shown(thought):
   parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
   said = [
     {"role": "developer", "content": "be kind"},
@@ -63,7 +64,9 @@ def test_messages_keep_all_that_a_model_is_shown():
       "tool_calls": [CALL],
       "refusal": None,
       "annotations": [],
-      "reasoning_content": "hm",
+      # As litellm and vLLM have them.
+      "provider_specific_fields": {"refusal": None},
+      thought: "hm",
     },
     {"role": "tool", "content": "2", "tool_call_id": "call_0"},
   ]
@@ -156,6 +159,7 @@ def test_options_that_change_nothing_are_taken(harmless):
     ({"messages": [{"role": "bot"}]}, "messages[0].role", "use system"),
     ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0]", "of user"),
     ({"messages": [USER | {"audio": 1}]}, "messages[0].audio", "cannot be"),
+    ({"messages": [USER | {"reasoning": "hm"}]}, "messages[0].reasoning", "be"),
     (
       {"messages": [USER | {"content": [{"type": "image_url"}]}]},
       "messages[0].content",
