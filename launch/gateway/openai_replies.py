@@ -2,7 +2,8 @@
 
 A reply also has `session`, `temperature` and `prompt_token_ids`, and every
 choice `token_ids`, `token_logprobs` and `versions`: the ids as sampled, stop
-id included. A stream carries them in the last chunk of each choice.
+id included. A stream carries them in the last chunk of each choice. As vLLM's,
+a choice that continues a text has `prompt_token_ids` as well.
 """
 
 import dataclasses
@@ -135,7 +136,10 @@ class ReplyFormat:
 
   def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:
     completion, answer = choice.completion, choice.answer
-    text: dict[str, Any] = {"text": answer.content}
+    text: dict[str, Any] = {
+      "text": answer.content,
+      "prompt_token_ids": self.prompt.tolist(),
+    }
     if self.chat:
       text = {"message": _message(answer)}
     return {

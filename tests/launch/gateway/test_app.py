@@ -374,8 +374,8 @@ def test_completions_go_on_with_text_or_ids(words):
   create = client.completions.create
   reply = create(model="any", prompt="go on", logprobs=0)
   assert reply.object == "text_completion"
-  assert reply.prompt_token_ids == [GO, ON]
   (choice,) = reply.choices
+  assert reply.prompt_token_ids == choice.prompt_token_ids == [GO, ON]
   assert choice.text == "yes"
   assert choice.logprobs.tokens == ["yes", "<end>"]
   assert choice.logprobs.token_logprobs == [-0.125, -0.25]
