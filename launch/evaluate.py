@@ -1,4 +1,8 @@
-"""Evaluates a run: python -m launch.evaluate --run=DIR [--episodes=N]."""
+"""Evaluates a run: python -m launch.evaluate --run=DIR [--episodes=N].
+
+--config.rollout.turn_tokens=512 and the like change settings of the run for
+this evaluation alone.
+"""
 
 import asyncio
 import dataclasses
@@ -41,12 +45,10 @@ def main() -> None:
   The exit code is 1 if no episode could be graded.
   """
   with flags.exit_on_setting_error():
+    if (temperature := _TEMPERATURE.value) is not None:
+      flags.override("evaluation.temperature", f"{temperature}", "temperature")
     experiment = workdir.read_trained(_RUN.value)
-    if _TEMPERATURE.value is not None:
-      settings = dataclasses.replace(
-        experiment.evaluation, temperature=_TEMPERATURE.value
-      )
-      experiment = dataclasses.replace(experiment, evaluation=settings)
+    experiment = flags.apply(experiment, flags.overrides_of_run())
     load_run.prepare(experiment)
   run_dir = pathlib.Path(_RUN.value)
   with steps.Steps(sys.stderr) as shown:

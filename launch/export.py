@@ -158,4 +158,4 @@ async def _export(
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=flags.parse)
+  app.run(main, flags_parser=flags.parse_without_settings)

@@ -74,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=flags.parse)
+  app.run(main, flags_parser=flags.parse_without_settings)

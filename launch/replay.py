@@ -298,4 +298,4 @@ def _join(names: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=flags.parse)
+  app.run(main, flags_parser=flags.parse_without_settings)

@@ -148,12 +148,7 @@ def _loading(
   report: Callable[[str], None],
 ) -> contextlib.AbstractAsyncContextManager[served_model.ServedModel]:
   """Returns the checked model of the flags; entering it loads the weights."""
-  if absl_flags.FLAGS["config"].present:
-    raise overrides.SettingError(
-      "--config: name a run with --run=DIR, which has its settings; "
-      "--config.engine.slots=8 and the like change them"
-    )
-  run, model, changes = _RUN.value, _MODEL.value, flags.overrides()
+  run, model, changes = _RUN.value, _MODEL.value, flags.overrides_of_run()
   if run is not None and model is None:
     experiment = served_model.read_run(run, changes)
     return served_model.of_run(experiment, pathlib.Path(run), report)

@@ -143,4 +143,4 @@ def grouped(waits: Iterable[Sequence[Any]]) -> list[watchdog.Wait]:
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=flags.parse)
+  app.run(main, flags_parser=flags.parse_without_settings)

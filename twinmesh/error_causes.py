@@ -70,6 +70,7 @@ CAUSES = (
     " values with spaces, brackets or * in quotes.",
     of=(
       "launch.cli.flags:load_from_command_line",
+      "launch.cli.flags:overrides_of_run",
       "launch.cli.flags:refuse_arguments",
       "launch.manifest:_checked",
       "launch.replay:main",

@@ -56,6 +56,7 @@ _PRINT_CONFIG = absl_flags.DEFINE_bool(
 _HELP = "help"
 # A class of the user's has refused a value of its own.
 _REFUSED = "TM-S04"
+_WRONG_FLAG = "TM-C01"
 
 # absl has no flag whose name is open-ended, so parse() leaves them here.
 _overrides: dict[str, str | None] = {}
@@ -158,9 +159,37 @@ def parse(argv: Sequence[str]) -> list[str]:
   return rest
 
 
+def parse_without_settings(argv: Sequence[str]) -> list[str]:
+  """Returns as `parse`, for a program that takes no settings.
+
+  One that is given ends the process with code 2.
+  """
+  rest = parse(argv)
+  given = arguments(_overrides)
+  given += ["--config"] if _CONFIG.present else []
+  if given:
+    message = f"{given[0]}: this command takes no settings; leave it out"
+    error_codes.fail(message, _WRONG_FLAG)
+  return rest
+
+
 def overrides() -> dict[str, str | None]:
   """Returns the overrides by path; None is --noconfig.a.b."""
   return dict(_overrides)
+
+
+def overrides_of_run() -> dict[str, str | None]:
+  """Returns the overrides, for a program that reads the settings of a run.
+
+  Raises:
+    SettingError: a --config is given as well.
+  """
+  if _CONFIG.present:
+    raise overrides_lib.SettingError(
+      "--config: name a run with --run=DIR, which has its settings; "
+      "--config.engine.slots=8 and the like change them"
+    )
+  return overrides()
 
 
 def override(path: str, text: str, flag: str) -> None:
@@ -228,7 +257,7 @@ def load(
     tree = config_file.read_json(file)
   else:
     tree = _get_config(file, argument)
-  tree = _apply(tree, changes or {})
+  tree = apply(tree, changes or {})
   if hasattr(tree, "validate"):
     tree.validate()
   if check is not None:
@@ -249,7 +278,12 @@ def _check_optimizer(changes: Mapping[str, str | None]) -> None:
       )
 
 
-def _apply(tree: Any, changes: Mapping[str, str | None]) -> Any:
+def apply(tree: Any, changes: Mapping[str, str | None]) -> Any:
+  """Returns settings with overrides, in which environments have short names.
+
+  Raises:
+    SettingError: what is wrong with an override.
+  """
   with contextlib.suppress(overrides_lib.SettingError):
     return overrides_lib.apply(tree, changes)
   # It may name an environment that nothing has imported so far.

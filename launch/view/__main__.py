@@ -74,4 +74,4 @@ async def _serve(root: pathlib.Path, port: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-  absl_app.run(main, flags_parser=flags.parse)
+  absl_app.run(main, flags_parser=flags.parse_without_settings)

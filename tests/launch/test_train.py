@@ -105,13 +105,10 @@ def test_evaluate_plays_the_latest_checkpoint(finished):
 
 
 @pytest.mark.slow
-def test_an_evaluation_without_a_grade_fails_and_says_so(finished, tmp_path):
-  copy = finished.copy(tmp_path)
-  data = json.loads((copy / "config.json").read_text())
+def test_an_evaluation_without_a_grade_fails_and_says_so(finished):
   # No step of an environment is so fast, so each is a fault.
-  data["rollout"]["step_s"] = 1e-9
-  (copy / "config.json").write_text(json.dumps(data))
-  result = commands.run("launch.evaluate", f"--run={copy}", "--episodes=4")
+  given = (f"--run={finished.path}", "--config.rollout.step_s=1e-9")
+  result = commands.run("launch.evaluate", *given, "--episodes=4")
   assert result.returncode == 1, result.stderr
   text, line = result.stdout.strip().splitlines()[-2:]
   assert "after 4 rounds: no episode could be graded, 4 faults" in text

@@ -148,6 +148,24 @@ def test_an_unknown_flag_ends_with_the_nearest(config, capsys):
   assert "Did you mean: verbosity" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["--config", "--config.a", "--noconfig.a"])
+def test_a_program_without_a_config_ignores_no_settings(given, capsys):
+  argv = ["program", given if given.startswith("--no") else f"{given}=1"]
+  with flagsaver.flagsaver():
+    with pytest.raises(SystemExit) as end:
+      flags.parse_without_settings(argv)
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {given}")
+    assert "this command takes no settings; leave it out\n" in message
+    # One that reads those of a run may change them.
+    if given == "--config":
+      with pytest.raises(overrides.SettingError, match="--run=DIR, which has"):
+        flags.overrides_of_run()
+    else:
+      assert list(flags.overrides_of_run()) == ["a"]
+
+
 SIZE = "--config.rollout.group_size"
 ROLLOUT = "--config.rollout=rollout"
 
