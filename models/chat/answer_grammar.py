@@ -81,24 +81,26 @@ class AnswerGrammar:
     lines += ["thinking: thoughts gap?", r"gap: /\n{1,4}/"]
     lines += [r"thoughts[lazy]: /(?s:.*)<\/think>/"]
     lines += ['thought: "<think>" thinking']
-    gap = _literal(form.gap)
-    calls = "call" if self.one_call else f"call ({gap} call)*"
+    opens = form.first + form.begin
+    gap = _literal(form.gap + form.begin)
+    more = "function" if self.one_call else f"function ({gap} function)*"
+    last = f" {_literal(form.last)}" if form.last else ""
     if self.call:
-      lines += [f"body: {calls}"]
+      lines += ["body: calls"]
     elif self.content is not None:
-      lines += [
-        f"body: {calls} | content" if self.functions else "body: content"
-      ]
+      lines += ["body: calls | content" if self.functions else "body: content"]
       lines += [f"content: {self.content.lark}"]
     else:
       repeated = "?" if self.one_call else "*"
-      begin = re.escape(form.begin).replace("\\\n", r"\n")
-      lines += [f"body: (before function){repeated} text"]
+      begin = re.escape(opens).replace("\\\n", r"\n")
+      # Without a mark behind all calls, `before` takes what is between them.
+      called = f"{more}{last}" if last else "function"
+      lines += [f"body: (before {called}){repeated} text"]
       lines += [rf"before[lazy]: /(?s:.*){begin}/", "text: TEXT"]
       lines += [f"TEXT: /(?s:.*)/ & ~/(?s:.*){form.reserved}(?s:.*)/"]
     if self.functions:
       names = [f"function_{i}" for i in range(len(self.functions))]
-      lines += [f"call: {_literal(form.begin)} function"]
+      lines += [f"calls: {_literal(opens)} {more}{last}"]
       lines += [f"function: {' | '.join(names)}", *form.rules]
     for i, (name, arguments) in enumerate(self.functions):
       try:

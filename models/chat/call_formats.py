@@ -4,10 +4,12 @@
   LLAMA       {"name": "f", "parameters": {"x": 1}}
   QWEN_CODER  <tool_call> <function=f> <parameter=x> 1 </parameter> </function>
               </tool_call>
+  OLMO        <function_calls>f(x=1) g(y="a")</function_calls>
 
 The first is that of Qwen2.5 and Qwen3, the second of Llama 3.1 to 3.3, whose
-<|python_tag|> is a special token and so not in the text, and the last of
-Qwen3-Coder and Qwen3.5. A chat template that writes a call tells its form.
+<|python_tag|> is a special token and so not in the text, the third of
+Qwen3-Coder and Qwen3.5, and the last of OLMo 3, with a call a line. A chat
+template that writes a call tells its form.
 
 Source: the chat templates of these models.
 """
@@ -34,6 +36,10 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
 # of its own is fast: sampled text may open calls again and again.
 _PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=|</function>)")
 _FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
+_CALLED = re.compile(r"\s*([^\s(<]+)\(\s*")
+_KEYWORD = re.compile(r"(?:,\s*)?([^\s=(),<]+)\s*=\s*")
+_CALL_END = re.compile(r"\s*\)\s*")
+_WORD = re.compile("True|False|None")
 # Types of JSON schemas by the value's; text in quotes is no value of its own.
 _TYPES: dict[type, set[str]] = {
   bool: {"boolean"},
@@ -50,16 +56,17 @@ _NOTES = {"title", "description", "default", "examples", "$schema"}
 # Their values are no schemas.
 _VALUES = {"const", "enum", "default", "examples"}
 _NEGATED = re.compile(r"((?<!\\)(?:\\\\)*)\[\^")
-_ANY_TEXT = {"type", "anyOf", *_NOTES}
+_ANY_TEXT = {"type", "anyOf", "$defs", "definitions", *_NOTES}
 _ARGUMENTS = {"type", "properties", "required", "additionalProperties"}
 _ARGUMENTS |= {"$defs", "definitions", *_NOTES}
+# Where any of them may come first, each needs a rule for all that follow.
+_MAX_OPTIONAL = 32
 
 
-class FoundCall(NamedTuple):
-  """A call in a text, and the place where it ends."""
+class FoundCalls(NamedTuple):
+  """Names and arguments of calls in a text, and the place where they end."""
 
-  name: Any
-  arguments: Any
+  calls: Sequence[tuple[Any, Any]]
   end: int
 
 
@@ -81,6 +88,7 @@ class JsonCalls:
       ends.
     reserved: regular expression of a grammar: text without it has no call.
     gap: text between two calls.
+    first, last: text around all calls that follow each other.
     rules: of a grammar, to which `rule` refers.
   """
 
@@ -91,6 +99,8 @@ class JsonCalls:
   reserved: str
   gap: str
   rules: tuple[str, ...] = ()
+  first: str = ""
+  last: str = ""
 
   @property
   def closing(self) -> str:
@@ -104,8 +114,8 @@ class JsonCalls:
 
   def read(
     self, text: str, start: int, tools: Sequence[Mapping[str, Any]]
-  ) -> FoundCall | None:
-    """Returns the call that opens at `start`, unchecked, if one does.
+  ) -> FoundCalls | None:
+    """Returns the calls that are opened at `start`, unchecked, if any are.
 
     Args:
       tools: functions that may be called, as in the OpenAI API.
@@ -116,7 +126,7 @@ class JsonCalls:
       data, end = _DECODER.raw_decode(
         text, _after_space(text, start + len(self.opens))
       )
-      found = FoundCall(data["name"], data[self.key], end)
+      found = FoundCalls([(data["name"], data[self.key])], end)
     except (ValueError, KeyError, TypeError, RecursionError):
       return None
     close, last = self.closes or ";", _after_space(text, end)
@@ -158,6 +168,8 @@ class TaggedCalls:
   gap: str = "\n"
   begin: str = "<tool_call>\n<function="
   reserved: str = "<tool_call>"
+  first: str = ""
+  last: str = ""
   rules: tuple[str, ...] = (
     r"value[lazy]: /(?s:.*)\n<\/parameter>\n/",
     r'parameter: "<parameter=" /[^>\n]+/ ">\n" value',
@@ -165,7 +177,7 @@ class TaggedCalls:
 
   def read(
     self, text: str, start: int, tools: Sequence[Mapping[str, Any]]
-  ) -> FoundCall | None:
+  ) -> FoundCalls | None:
     """See `JsonCalls`."""
     function = _FUNCTION.match(text, start)
     if function is None:
@@ -179,7 +191,7 @@ class TaggedCalls:
       arguments[found[1]] = _typed(value, schemas.get(found[1]))
       end = closed.end()
     closed = _FUNCTION_END.match(text, end)
-    return closed and FoundCall(function[1], arguments, closed.end())
+    return closed and FoundCalls([(function[1], arguments)], closed.end())
 
   def write(self, name: str, arguments: Mapping[str, Any]) -> str:
     """See `JsonCalls`."""
@@ -195,23 +207,72 @@ class TaggedCalls:
     Raises:
       ValueError: it names a keyword that text with tags cannot follow.
     """
-    _check_known(schema, _ARGUMENTS)
-    properties = _object(schema.get("properties"))
-    required = _list(schema.get("required"))
-    _check_known(required, set(properties), "required")
-    parameters = ["parameter*"]
-    if properties or schema.get("additionalProperties") is False:
-      defs = {x: schema[x] for x in ("$defs", "definitions") if x in schema}
+    parameters, known = ["parameter*"], _parameters(schema)
+    if known is not None:
       parameters = []
-      for key, one in properties.items():
+      for key, one, is_required in known:
         start = _json(f"<parameter={key}>\n")
-        text = f"{start} {_value_rule(one, defs)}"
-        parameters.append(text if key in required else f"({text})?")
+        text = f"{start} {_value_rule(one)}"
+        parameters.append(text if is_required else f"({text})?")
     end = _json("</function>\n</tool_call>")
     return " ".join([_json(f"{name}>\n"), *parameters, end])
 
 
-CallFormat = JsonCalls | TaggedCalls
+@dataclasses.dataclass(frozen=True)
+class PythonCalls:
+  """Calls as Python has them, with values in JSON; attributes as above."""
+
+  first: str = "<function_calls>"
+  last: str = "</function_calls>"
+  opening: re.Pattern[str] = _tag("<function_calls>")
+  closing: str = "</function_calls>"
+  gap: str = "\n"
+  begin: str = ""
+  reserved: str = "<function_calls>"
+  rules: tuple[str, ...] = (
+    r'keyword: /[A-Za-z_][A-Za-z0-9_-]{0,63}/ "=" %json {}',
+  )
+
+  def read(
+    self, text: str, start: int, tools: Sequence[Mapping[str, Any]]
+  ) -> FoundCalls | None:
+    """See `JsonCalls`."""
+    calls, end = [], start + len(self.first)
+    while called := _CALLED.match(text, end):
+      arguments, end = {}, called.end()
+      while keyword := _KEYWORD.match(text, end):
+        try:
+          arguments[keyword[1]], end = _python_value(text, keyword.end())
+        except (ValueError, RecursionError):
+          return None
+      closed = _CALL_END.match(text, end)
+      if closed is None:
+        return None
+      calls.append((called[1], arguments))
+      end = closed.end()
+    if not text.startswith(self.last, end):
+      return None
+    return FoundCalls(calls, end + len(self.last))
+
+  def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+    """See `JsonCalls`."""
+    keywords = [f"{key}={_json(value)}" for key, value in arguments.items()]
+    return f"{name}({', '.join(keywords)})"
+
+  def rule(self, name: str, schema: Any) -> str:
+    """See `TaggedCalls`."""
+    keywords, known = '(keyword (", " keyword)*)?', _parameters(schema)
+    if known is not None:
+      keywords = _listed(
+        [
+          (f"{_json(f'{key}=')} {json_rule(one, _ONE_SPACE)}", is_required)
+          for key, one, is_required in known
+        ]
+      )
+    return f'{_json(f"{name}(")} {keywords} ")"'
+
+
+CallFormat = JsonCalls | TaggedCalls | PythonCalls
 
 HERMES = JsonCalls(
   opens="<tool_call>",
@@ -230,7 +291,8 @@ LLAMA = JsonCalls(
   gap="; ",
 )
 QWEN_CODER = TaggedCalls()
-FORMATS = (HERMES, LLAMA, QWEN_CODER)
+OLMO = PythonCalls()
+FORMATS = (HERMES, LLAMA, QWEN_CODER, OLMO)
 
 
 def of(chat: Any) -> CallFormat:
@@ -272,14 +334,61 @@ def _without_nul(pattern: str) -> str:
   return _NEGATED.sub(r"\1[^\\x00-\\x00", pattern)
 
 
-def _value_rule(schema: Any, defs: Mapping[str, Any]) -> str:
+def _parameters(schema: Any) -> list[tuple[str, Any, bool]] | None:
+  """Returns (name, schema, is it required) of arguments; None if all may be.
+
+  Raises:
+    ValueError: it names a keyword that arguments one by one cannot follow.
+  """
+  _check_known(schema, _ARGUMENTS)
+  properties = _object(schema.get("properties"))
+  required = _list(schema.get("required"))
+  _check_known(required, set(properties), "required")
+  if not properties and schema.get("additionalProperties") is not False:
+    return None
+  defs = {x: schema[x] for x in ("$defs", "definitions") if x in schema}
+  return [
+    (key, {**_object(one), **defs}, key in required)
+    for key, one in properties.items()
+  ]
+
+
+def _listed(items: Sequence[tuple[str, bool]]) -> str:
+  """Returns a rule for items, each (rule, is it required), with commas."""
+
+  def begun(place: int) -> str:
+    more = [
+      f'(", " {x}){"" if must else "?"}' for x, must in items[place + 1 :]
+    ]
+    return " ".join([items[place][0], *more])
+
+  for place, (_, is_required) in enumerate(items):
+    if is_required:
+      before = [f'({text} ", ")?' for text, _ in items[:place]]
+      return " ".join([*before, begun(place)])
+  if len(items) > _MAX_OPTIONAL:
+    raise ValueError(
+      f"Unimplemented: over {_MAX_OPTIONAL} optional arguments, none required, "
+      "in calls of this model"
+    )
+  return f"({' | '.join(map(begun, range(len(items))))})?" if items else ""
+
+
+def _python_value(text: str, start: int) -> tuple[Any, int]:
+  """Returns a value of JSON, or a word of Python, and the place of its end."""
+  if word := _WORD.match(text, start):
+    return _WORDS[word[0]], word.end()
+  return _DECODER.raw_decode(text, start)
+
+
+def _value_rule(schema: Any) -> str:
   """Returns the text of an argument up to its closing tag."""
   end, kinds = _json("\n</parameter>\n"), _kinds(schema)
   choices = _choices(schema)
   if kinds == {"string"} and choices:
     return f"({' | '.join(map(_json, choices))}) {end}"
   if kinds and "string" not in kinds:
-    return f"{json_rule({**_object(schema), **defs}, SOME_SPACE)} {end}"
+    return f"{json_rule(schema, SOME_SPACE)} {end}"
   if kinds - {"string", "null"}:
     raise ValueError(
       f"type {' or '.join(sorted(kinds))} has no form of its own in calls of "

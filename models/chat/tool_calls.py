@@ -68,11 +68,11 @@ def parse(
     if opening.start() < start:  # Inside the call before.
       continue
     found = call_format.read(text, opening.start(), tools)
-    call = found and _checked(found)
-    if not (found and call):
+    read = [_checked(*call) for call in found.calls] if found else []
+    if not (found and read and all(read)):
       continue
     pieces.append(text[start : opening.start()])
-    calls.append(call)
+    calls += read
     start = found.end
   pieces.append(text[start:])
   content = "".join(pieces)
@@ -95,7 +95,7 @@ def write(
   """
   thought = f"<think>\n{answer.reasoning}\n</think>\n\n"
   pieces = [thought if answer.reasoning else "", answer.content]
-  gap = "\n" if answer.content else ""
+  gap = ("\n" if answer.content else "") + call_format.first
   for call in answer.tool_calls:
     try:
       arguments = json.loads(call.arguments)
@@ -108,7 +108,7 @@ def write(
       )
     pieces += [gap, call_format.write(call.name, arguments)]
     gap = call_format.gap
-  return "".join(pieces)
+  return "".join([*pieces, call_format.last if answer.tool_calls else ""])
 
 
 def after_prompt(text: str, *, thinking: bool) -> str:
@@ -135,9 +135,8 @@ def _split_thinking(text: str, thinking: bool) -> tuple[str, str]:
   return reasoning.strip("\n"), rest.lstrip("\n")
 
 
-def _checked(found: call_formats.FoundCall) -> Call | None:
+def _checked(name: Any, arguments: Any) -> Call | None:
   """Returns a call, if it has a name and an object that JSON can express."""
-  name, arguments = found.name, found.arguments
   if not (name and isinstance(name, str) and isinstance(arguments, dict)):
     return None
   try:

@@ -140,7 +140,9 @@ class AnswerParser:
       tools=self._tools,
     )
     if self._calls or not answer.tool_calls:
-      return answer
+      # Some forms close all calls at once.
+      most = 1 if self._one_call else None
+      return dataclasses.replace(answer, tool_calls=answer.tool_calls[:most])
     _, content = self._split()
     return tool_calls.Answer(content, (), answer.reasoning)
 

@@ -63,10 +63,20 @@ def walked(form, seed, steps=300, chat=CHAT):
   raise AssertionError(f"no end after {steps} ids")
 
 
+OLMO = dataclasses.replace(
+  CHAT,
+  template=dataclasses.replace(
+    CHAT.template, source=chat_messages.chat_of_form("olmo").template.source
+  ),
+)
+
+
+@pytest.mark.parametrize("chat", [CHAT, OLMO], ids=["hermes", "olmo"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_must_be_a_call_is_read_as_one(seed):
+def test_what_must_be_a_call_is_read_as_one(seed, chat):
   form = grammar(functions=(("weather", CITY),), call=True)
-  answer = tool_calls.parse(walked(form, seed))
+  text = walked(form, seed, chat=chat)
+  answer = tool_calls.parse(text, call_format=chat.call_format)
   assert answer.content == ""
   assert answer.tool_calls
   for call in answer.tool_calls:
@@ -186,12 +196,38 @@ def tagged(schema):
     ({"other": "x"}, False),
   ],
 )
-def test_arguments_in_tags_follow_their_schema(changes, fits):
-  chat = chat_messages.chat_of_form("qwen_coder")
-  arguments = {"text": "so", "n": 1} | changes
+@pytest.mark.parametrize("form", ["qwen_coder", "olmo"])
+def test_arguments_one_by_one_follow_their_schema(changes, fits, form):
+  chat = chat_messages.chat_of_form(form)
+  assert accepts_call({"text": "so", "n": 1} | changes, TYPED, chat) is fits
+
+
+def accepts_call(arguments, schema, chat):
   call = tool_calls.Call("f", json.dumps(arguments))
   text = tool_calls.write(tool_calls.Answer("", (call,)), chat.call_format)
-  assert accepts(tagged(TYPED), text, chat) is fits
+  return accepts(tagged(schema), text, chat)
+
+
+@pytest.mark.parametrize("required", ["", "b", "c", "bd"])
+@pytest.mark.parametrize("given", ["", "a", "b", "d", "bc", "bd", "abcd"])
+def test_commas_are_between_the_arguments_of_python_that_are_there(
+  required, given
+):
+  schema = {
+    "properties": {key: {"type": "integer"} for key in "abcd"},
+    "required": [*required],
+  }
+  fits = set(required) <= set(given)
+  assert accepts_call(dict.fromkeys(given, 1), schema, OLMO) is fits
+
+
+def test_too_many_optional_arguments_of_python_are_refused():
+  schema: dict = {"properties": {f"a{i}": {} for i in range(1000)}}
+  # Unless one of them is required.
+  last = {"required": ["a999"]}
+  assert accepts_call({"a0": 1, "a999": 2}, schema | last, OLMO)
+  with pytest.raises(ValueError, match="over 32 optional arguments"):
+    answer_grammar.compiled(OLMO, tagged(schema), SIZE)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def test_an_answer_is_taken_apart():
     tool_calls.Answer(
       "Both.",
       (
-        tool_calls.Call("weather", '{"city": "Ulm </tool_call>"}'),
+        tool_calls.Call(
+          "weather", '{"city": "Ulm </tool_call>", "z": "</function_calls>"}'
+        ),
         tool_calls.Call("f", '{"x": [1, 2.5, null], "y": "\u00e9"}'),
       ),
       "warm?\nyes",
@@ -99,6 +101,7 @@ def test_a_call_is_written_as_models_write_it():
     f"a\n{hermes}\n{hermes}",
     f"a\n{llama}; {llama}",
     f"a\n{coder}\n{coder}",
+    "a\n<function_calls>f(x=1)\nf(x=1)</function_calls>",
   ]
 
 
@@ -163,6 +166,33 @@ def test_arguments_in_tags_have_the_types_of_their_schema():
 def test_broken_tags_stay_content(text):
   read = tool_calls.parse(text, call_format=call_formats.QWEN_CODER)
   assert read == tool_calls.Answer(text)
+
+
+def olmo(inside, end="</function_calls>"):
+  text = f"<function_calls>{inside}{end}"
+  answer = tool_calls.parse(text, call_format=call_formats.OLMO)
+  assert answer.content == ("" if answer.tool_calls else text)
+  return [(c.name, json.loads(c.arguments)) for c in answer.tool_calls]
+
+
+def test_calls_as_in_python_are_read_with_the_words_of_python_and_json():
+  first = ("f", {"x": None, "y": True, "z": [1.5, {"a": ")"}]})
+  text = 'f(x=None, y=true, z=[1.5, {"a": ")"}])'
+  assert olmo(text) == [first]
+  assert olmo(f'\n {text}\n g.h-1( y = "\\n" )\n') == [
+    first,
+    ("g.h-1", {"y": "\n"}),
+  ]
+  assert olmo("f()") == [("f", {})]
+
+
+@pytest.mark.parametrize(
+  "inside",
+  ["", "f", "f(", "f(1)", "f(x=)", "f(x=y)", "f(x=1) g", "f(x=NaN)", "f(x=1"],
+)
+def test_what_is_no_call_of_python_stays_content(inside):
+  assert not olmo(inside)
+  assert not olmo("f(x=1)", end="</function_call>")
 
 
 @pytest.mark.parametrize("arguments", ["", "[1]", "3", "{"])
@@ -248,9 +278,19 @@ def test_a_prompt_may_have_opened_the_thinking():
   assert tool_calls.parse(f"<think>{text}", thinking=True).reasoning == "so"
 
 
-def test_calls_that_are_opened_again_and_again_are_read_in_no_time():
-  text = "<tool_call>\n<function=f>\n<parameter=x>\n" * 4000
+@pytest.mark.parametrize(
+  ("form", "opening"),
+  [
+    (call_formats.QWEN_CODER, "<tool_call>\n<function=f>\n<parameter=x>\n"),
+    (call_formats.OLMO, '<function_calls>f(x="a"'),
+    (call_formats.OLMO, "<function_calls>f"),
+  ],
+)
+def test_calls_that_are_opened_again_and_again_are_read_in_no_time(
+  form, opening
+):
+  text = opening * 4000
   start_s = time.thread_time()
-  read = tool_calls.parse(text, call_format=call_formats.QWEN_CODER)
+  read = tool_calls.parse(text, call_format=form)
   assert read == tool_calls.Answer(text)
   assert time.thread_time() - start_s < machine_speed.scaled(1)

@@ -86,6 +86,10 @@ def test_calls_of_another_form_end_the_content(form):
   parser, _ = read(ids[:-1] * 2, **how, one_call=True)
   assert parser.stopped
   assert parser.num_tokens == len(ids) - 1
+  # Some forms close all calls at once.
+  two = tool_calls.write(tool_calls.Answer("", CALLED * 2), chat.call_format)
+  parser, _ = read(chat.encode_answer(two).tolist(), **how, one_call=True)
+  assert parser.answer().tool_calls == CALLED
 
 
 def test_text_is_shown_as_soon_as_it_is_certain():
