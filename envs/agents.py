@@ -119,14 +119,16 @@ class _Program:
     return _result(said)
 
   def _variables(self, endpoint: base.Endpoint) -> Mapping[str, str]:
-    local = [os.environ.get("NO_PROXY"), "127.0.0.1"]
+    # Clients may read either, and some the second alone if there are both.
+    names = "NO_PROXY", "no_proxy"
+    direct = [*(os.environ.get(name) for name in names), "127.0.0.1"]
     return {
       **os.environ,
       "OPENAI_BASE_URL": endpoint.openai_url,
       "OPENAI_API_KEY": endpoint.key,
       "ANTHROPIC_BASE_URL": endpoint.url,
       "ANTHROPIC_API_KEY": endpoint.key,
-      "NO_PROXY": ",".join(filter(None, local)),
+      **dict.fromkeys(names, ",".join(filter(None, direct))),
       "TASK_FILE": self._task_file(),
     }
 

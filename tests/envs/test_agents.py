@@ -73,6 +73,19 @@ with open(os.environ["OUT"], "w") as file:
   assert result == base.AgentResult(1, {"length": len(text)})
 
 
+@pytest.mark.parametrize("name", ["NO_PROXY", "no_proxy"])
+def test_no_proxy_stands_between_a_program_and_its_server(name, monkeypatch):
+  monkeypatch.setenv("http_proxy", "http://proxy.example:1")
+  monkeypatch.setenv(name, "example.org")
+  hosts = "('127.0.0.1', 'example.org')"
+  code = f"""
+import json, urllib.request
+direct = [bool(urllib.request.proxy_bypass(host)) for host in {hosts}]
+print(json.dumps({{"reward": sum(direct)}}))
+"""
+  assert run(code).reward == 2
+
+
 @pytest.mark.parametrize(
   ("code", "words"),
   [
