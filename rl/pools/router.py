@@ -174,24 +174,16 @@ class Router:
       EngineClosed: every engine has stopped, and none will come back.
       ValueError: no engine has the weights of its session.
     """
-    name, session = request.request_id, request.session
     asked_s = asyncio.get_running_loop().time()
-    with self._aborts.asking(name):
-      while self._is_placed(name, session) or await self._placed(request):
+    with self._aborts.asking(request.request_id):
+      while await self._placed(request):
         try:
-          number = await self._send(request)
-          engine = self._engines[number]
-          try:
-            if self._aborts.aborted(name):
+          async with self._sent(request) as number:
+            if self._aborts.aborted(request.request_id):
               break
-            answer = await engine.generate(request)
+            answer = await self._engines[number].generate(request)
             self._measure(request, number, answer)
             return answer
-          except contract.EngineClosed as error:
-            self._lose_that(number, engine, str(error))
-            raise
-          finally:
-            self._answered(request)
         except contract.EngineClosed:
           self.check_open()
     return unsent(asked_s)
@@ -210,21 +202,17 @@ class Router:
     with self._aborts.asking(request.request_id):
       while await self._placed(request):
         try:
-          number = await self._send(request)
-          try:
+          async with self._sent(request) as number:
             if self._aborts.aborted(request.request_id):
               break
-            deltas: Any = self._engines[number].stream(request)
-            with self._watched(number):
-              async with contextlib.aclosing(deltas):
-                async for delta in deltas:
-                  begun = True
-                  if delta.completion is not None:
-                    self._measure(request, number, delta.completion)
-                  yield delta
+            deltas = self._engines[number].stream(request)
+            async with contextlib.aclosing(deltas):
+              async for delta in deltas:
+                begun = True
+                if delta.completion is not None:
+                  self._measure(request, number, delta.completion)
+                yield delta
             return
-          finally:
-            self._answered(request)
         except contract.EngineClosed:
           if begun:
             raise
@@ -248,12 +236,6 @@ class Router:
     known = len(request.tokens) + len(answer.tokens)
     self._table.measure(request.session, number, sample, version, known)
 
-  def _is_placed(self, name: str, session: str) -> bool:
-    """Returns True for a request that need not wait, as nearly all."""
-    if self._aborts.aborted(name) or self._table.all_lost:
-      return False
-    return not self._table.must_move(session)
-
   async def _placed(self, request: contract.DecodeRequest) -> bool:
     """Waits until a session has an engine; False: the request was aborted."""
     while not self._aborts.aborted(request.request_id):
@@ -271,10 +253,11 @@ class Router:
         await self._opened.wait()
     return False
 
-  async def _send(self, request: contract.DecodeRequest) -> int:
-    """Returns the engine to ask; until answered, the request is its load.
+  @contextlib.asynccontextmanager
+  async def _sent(self, request: contract.DecodeRequest) -> AsyncGenerator[int]:
+    """Yields the engine to ask; meanwhile the request counts as its load.
 
-    If another engine is to encode it, that has been tried by then.
+    If another engine is to encode the request, that has been tried by then.
     """
     versions = ()
     if self._hand_overs is not None:
@@ -284,11 +267,14 @@ class Router:
     sent = self._table.send(name, session, count, versions)
     if sent is None:
       raise contract.EngineClosed(self._reason)
-    if sent.missed:
+    try:
       self._log_fallback(session, sent)
-    if sent.prefill >= 0:
-      await self._encode(request, sent)
-    return sent.engine
+      if sent.prefill >= 0:
+        await self._encode(request, sent)
+      with self._watched(sent.engine):
+        yield sent.engine
+    finally:
+      self._answered(request)
 
   async def _encode(
     self, request: contract.DecodeRequest, sent: routing_table.Sent
@@ -299,13 +285,7 @@ class Router:
     assert self._hand_overs is not None
     assert isinstance(source, contract.PrefixEngine)
     assert isinstance(target, contract.PrefixEngine)
-    try:
-      missed = await self._hand_overs.encode(
-        request, source, target, sent.known
-      )
-    except BaseException:
-      self._answered(request)
-      raise
+    missed = await self._hand_overs.encode(request, source, target, sent.known)
     self._table.encoded(name, missed.reason if missed else "")
     if self._table.is_left:
       self._ended.fire()
@@ -319,7 +299,6 @@ class Router:
         reason=f"{missed.reason}: {missed.text}".removesuffix(": "),
       )
     if not self._is_still(sent.engine, target):  # Its session is to move.
-      self._answered(request)
       raise contract.EngineClosed(f"engine {sent.engine} was lost meanwhile")
 
   def abort(self, request_id: str | None) -> None:
@@ -647,10 +626,11 @@ class Aborts:
     Raises:
       ValueError: no such request is in flight.
     """
-    if request_id is not None and request_id not in self._aborted:
-      raise ValueError(f"request {request_id} is not in flight")
-    names = list(self._aborted) if request_id is None else [request_id]
-    self._aborted.update(dict.fromkeys(names, True))
+    if request_id is None:
+      self._aborted = dict.fromkeys(self._aborted, True)
+    else:
+      contract.find(self._aborted, request_id)
+      self._aborted[request_id] = True
 
   def aborted(self, request_id: str) -> bool:
     """Returns True if a request in flight was aborted."""
