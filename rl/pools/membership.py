@@ -170,8 +170,6 @@ class Membership:
     self._closed = True
     self._router.on_lost = None
     self._router.on_serving = lambda number: None
-    tasks = list(self._tasks)
-    for task in tasks:
+    for task in self._tasks:
       task.cancel()
-    if tasks:
-      await asyncio.wait(tasks)
+    await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -135,6 +135,11 @@ class DecodePool:
   processes: int = 0
   python: str | None = None
 
+  @property
+  def info(self) -> EngineInfo:
+    """Pool, kind and role of each of its engines."""
+    return EngineInfo(self.name, self.kind, self.role)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -187,19 +192,19 @@ class Placement:
     return first, *self.more
 
   @property
+  def _pool_of_each_engine(self) -> list[DecodePool]:
+    return [pool for pool in self.pools for _ in range(pool.replicas)]
+
+  @property
   def engine_infos(self) -> tuple[EngineInfo, ...]:
     """Pool, kind and role of every engine, in the order of `layouts`."""
-    return tuple(
-      EngineInfo(pool.name, pool.kind, pool.role)
-      for pool in self.pools
-      for _ in range(pool.replicas)
-    )
+    return tuple(pool.info for pool in self._pool_of_each_engine)
 
   @property
   def remote(self) -> tuple[int, ...]:
     """Numbers of the engines that have a process of their own."""
-    own = [pool.processes for pool in self.pools for _ in range(pool.replicas)]
-    return tuple(number for number, count in enumerate(own) if count)
+    pools = enumerate(self._pool_of_each_engine)
+    return tuple(number for number, pool in pools if pool.processes)
 
   @property
   def is_elsewhere(self) -> bool:
@@ -482,14 +487,11 @@ class Placement:
       dataclasses.replace(self, platform=devices[0].platform).validate()
       spec, learner = MeshSpec(rules=spec.rules), learner[:1]
     layouts = [spec.layout([devices[i] for i in learner])]
-    for pool in self.pools:
-      for _ in range(pool.replicas):
-        where = engines.pop(0)
-        layouts.append(
-          pool.mesh.plan
-          if pool.processes
-          else pool.mesh.layout([devices[i] for i in where])
-        )
+    for pool, where in zip(self._pool_of_each_engine, engines, strict=True):
+      if pool.processes:
+        layouts.append(pool.mesh.plan)
+      else:
+        layouts.append(pool.mesh.layout([devices[i] for i in where]))
     return tuple(layouts)
 
 

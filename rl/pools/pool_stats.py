@@ -25,18 +25,14 @@ def capabilities(
       f"engines of vocabularies {sorted(vocabularies)} in one pool; all must "
       "serve one model"
     )
-  return contract.Capabilities(
-    in_flight=frozenset.intersection(*(one.in_flight for one in able)),
-    max_length=min(one.max_length for one in able),
-    vocab_size=able[0].vocab_size,
-    max_stop_ids=min(one.max_stop_ids for one in able),
-    seeds=all(one.seeds for one in able),
-    bias=all(one.bias for one in able),
-    constraints=all(one.constraints for one in able),
-    experts=all(one.experts for one in able),
-    top_logprobs=min(one.top_logprobs for one in able),
-    prefixes=all(one.prefixes for one in able),
-  )
+  # The least of booleans is whether all of them are true.
+  least: dict[str, Any] = {
+    field.name: min(getattr(one, field.name) for one in able)
+    for field in dataclasses.fields(contract.Capabilities)
+    if field.name != "in_flight"
+  }
+  in_flight = frozenset.intersection(*(one.in_flight for one in able))
+  return contract.Capabilities(in_flight=in_flight, **least)
 
 
 def stats(

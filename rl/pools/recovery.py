@@ -161,7 +161,9 @@ class Restarts:
     deadline = asyncio.timeout(start_s + place_s)
     try:
       async with deadline:
-        await self._start(number)
+        await self._router.engines[number].close()  # Its memory is needed.
+        engine = self._build(number)
+        await bring_up(number, engine, self._router, self._publisher)
     except Exception as error:
       if deadline.expired():
         place = f" and place_s={place_s:g} s" if place_s else ""
@@ -172,11 +174,6 @@ class Restarts:
     self._back_s[number] = asyncio.get_running_loop().time()
     self._report(f"engine {number} serves again")
     return ""
-
-  async def _start(self, number: int) -> None:
-    await self._router.engines[number].close()  # Its memory is needed.
-    engine = self._build(number)
-    await bring_up(number, engine, self._router, self._publisher)
 
   def _give_up(self, number: int, attempts: int, reason: str) -> None:
     self.given_up += 1
@@ -205,8 +202,6 @@ class Restarts:
   async def close(self) -> None:
     """Ends all restarts; engines that are half started are closed."""
     self._router.on_lost = None
-    tasks = list(self._tasks)
-    for task in tasks:
+    for task in self._tasks:
       task.cancel()
-    if tasks:
-      await asyncio.wait(tasks)
+    await asyncio.gather(*self._tasks, return_exceptions=True)

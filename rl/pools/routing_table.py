@@ -139,7 +139,7 @@ class RoutingTable:
     ] = {}
     self._sessions: dict[str, _Session] = {}
     # Sessions of each group by engine; 0 where some have been.
-    self._groups: dict[str, dict[int, int]] = {}
+    self._groups: dict[str, collections.Counter[int]] = {}
     self._max_sessions = max_sessions
     # The engine of each unbound session, and of each request.
     self._homes: collections.OrderedDict[str, int] = collections.OrderedDict()
@@ -241,34 +241,24 @@ class RoutingTable:
     `sessions/POOL/DOMAIN` began there, `session_s/POOL/DOMAIN` is the measured
     length of one there.
     """
-    sessions = {
-      f"sessions/{pool}/{domain}": float(count)
-      for (pool, domain), count in sorted(self.counts.sessions.items())
+    counts = self.counts
+    metrics: dict[str, float] = {
+      "engines_lost": len(self.of("lost")),
+      "route_fallbacks": counts.fallbacks,
+      "route_returns": counts.returns,
+      "sessions_moved": counts.moved,
+      "prompts_shared": counts.prompts_shared,
+      "prompts_repeated": counts.prompts_repeated,
     }
-    seconds = {
-      f"session_s/{pool}/{domain}": value
-      for (domain, pool), value in sorted(self.seconds.items())
-    }
-    return {
-      "engines_lost": float(len(self.of("lost"))),
-      "route_fallbacks": float(self.counts.fallbacks),
-      "route_returns": float(self.counts.returns),
-      "sessions_moved": float(self.counts.moved),
-      "prompts_shared": float(self.counts.prompts_shared),
-      "prompts_repeated": float(self.counts.prompts_repeated),
-      **self._describe_prefills(),
-      **sessions,
-      **seconds,
-    }
-
-  def _describe_prefills(self) -> dict[str, float]:
-    if not self.splits_phases:
-      return {}
-    missed = {
-      f"prefills_missed/{reason}": float(count)
-      for reason, count in sorted(self.counts.prefills_missed.items())
-    }
-    return {"prefills": float(self.counts.prefills), **missed}
+    if self.splits_phases:
+      metrics["prefills"] = counts.prefills
+      for reason, count in sorted(counts.prefills_missed.items()):
+        metrics[f"prefills_missed/{reason}"] = count
+    for (pool, domain), count in sorted(counts.sessions.items()):
+      metrics[f"sessions/{pool}/{domain}"] = count
+    for (domain, pool), seconds in sorted(self.seconds.items()):
+      metrics[f"session_s/{pool}/{domain}"] = seconds
+    return {name: float(value) for name, value in metrics.items()}
 
   def assign(
     self, name: str, domain: str, engine: int = -1, group: str = ""
@@ -303,8 +293,7 @@ class RoutingTable:
     """Counts one more session of an engine."""
     self._num_sessions[engine] += 1
     if group:
-      counts = self._groups.setdefault(group, {})
-      counts[engine] = counts.get(engine, 0) + 1
+      self._groups.setdefault(group, collections.Counter())[engine] += 1
 
   def _leave(self, group: str, engine: int) -> None:
     """Counts one session less; a group without any is forgotten."""
@@ -576,12 +565,9 @@ class RoutingTable:
   def expect(self, info: placement.EngineInfo) -> int:
     """Makes a place for an engine that will join; returns its number."""
     self._affinity.infos = (*self.infos, info)
-    for counts in (
-      self._num_sessions,
-      self._num_requests,
-      self._unbound_requests,
-    ):
-      counts.append(0)
+    self._num_sessions.append(0)
+    self._num_requests.append(0)
+    self._unbound_requests.append(0)
     self._states.append("joining")
     self._in_state.clear()
     return len(self._states) - 1

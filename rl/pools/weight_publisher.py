@@ -47,6 +47,9 @@ class WeightPublisher:
   `assemble.Parts.start` calls `begin` once and `place_newest` for each engine,
   the coordinator `publish`, one version after another, and `recovery.Restarts`
   `place_newest` for an engine that was lost.
+
+  Attributes:
+    version: of the newest weights.
   """
 
   def __init__(
@@ -62,17 +65,12 @@ class WeightPublisher:
     self._spans = spans
     # One after another: of each leaf the last checksum is kept.
     self._staging = asyncio.Lock()
-    self._version = -1
+    self.version = -1
     self._params: Any = None
-
-  @property
-  def version(self) -> int:
-    """The version of the newest weights."""
-    return self._version
 
   def begin(self, version: int, params: Any) -> None:
     """Names the newest weights, with which engines start."""
-    self._version, self._params = version, params
+    self.version, self._params = version, params
 
   async def place(self, params: Any, number: int = 0) -> tuple[Any, int]:
     """Returns a copy of `params` for an engine, and the bytes moved."""
@@ -82,7 +80,7 @@ class WeightPublisher:
   async def place_newest(self, number: int) -> tuple[int, Any]:
     """Returns the newest version, and a copy of its weights for an engine."""
     async with self._staging:
-      version = self._version
+      version = self.version
       return version, (await self.place(self._params, number))[0]
 
   async def publish(

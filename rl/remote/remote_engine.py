@@ -505,9 +505,7 @@ def of_experiment(
 ) -> RemoteEngines:
   """Returns the engines of an experiment that have processes of their own."""
   tasks = {
-    placement.EngineInfo(
-      pool.name, pool.kind, pool.role
-    ): engine_worker.EngineTask(
+    pool.info: engine_worker.EngineTask(
       model=experiment.model,
       engine=experiment.engine,
       mesh=pool.mesh,
