@@ -20,17 +20,12 @@ from rl.engine import contract
 from rl.remote import wire
 from rl.runtime import watchdog as watchdog_lib
 
-_ERRORS: Mapping[str, Callable[[str], Exception]] = {
-  "ValueError": ValueError,
-  "EngineClosed": contract.EngineClosed,
-}
 _CLOSE_S = 2.0
 _SEND_S = 30.0
 """Time in which the other side takes a piece. A WebSocket's heartbeats wait
 behind it, so they never find a process that has stopped meanwhile."""
 _PIECE, _MAX_BYTES = 16 << 20, 1 << 30
 _LAST, _MORE = b"\0", b"\1"
-_DONE = object()
 
 
 class Lost(ConnectionError):
@@ -39,6 +34,10 @@ class Lost(ConnectionError):
 
 class Failed(RuntimeError):
   """The other side raised something while it served a call."""
+
+
+_PASSED_ON = (ValueError, contract.EngineClosed, Lost)
+"""Errors that are raised on this side as they were on the other."""
 
 
 class Socket(Protocol):
@@ -109,12 +108,12 @@ class Connection:
       ValueError, EngineClosed: so did the handler.
       Failed: the handler raised anything else.
     """
-    deltas = self.stream(method, *args, deadline_s=deadline_s)
-    async with contextlib.aclosing(deltas):
-      async for kind, value in deltas:
-        if kind is _DONE:
+    replies = self._replies(method, *args, deadline_s=deadline_s)
+    async with contextlib.aclosing(replies):
+      async for kind, value in replies:
+        if kind == "answer":
           return value
-    raise AssertionError("a stream ends with an answer")
+    raise AssertionError("replies end with an answer")
 
   async def items(
     self, method: str, *args: Any, deadline_s: float
@@ -126,34 +125,31 @@ class Connection:
 
     Raises what `call` does.
     """
-    deltas = self.stream(method, *args, deadline_s=deadline_s)
-    async with contextlib.aclosing(deltas):
-      async for kind, value in deltas:
-        if kind is not _DONE:
+    replies = self._replies(method, *args, deadline_s=deadline_s)
+    async with contextlib.aclosing(replies):
+      async for kind, value in replies:
+        if kind == "item":
           yield value
 
-  async def stream(
+  async def _replies(
     self, method: str, *args: Any, deadline_s: float
-  ) -> AsyncGenerator[tuple[object, Any]]:
-    """Yields (None, item) and, in the end, (something else, answer)."""
-    self._check()
+  ) -> AsyncGenerator[tuple[str, Any]]:
+    """Yields ("item", value) any number of times, then ("answer", value)."""
+    if self._lost is not None:
+      raise Lost(str(self._lost))
     number, replies = next(self._numbers), asyncio.Queue[tuple]()
     self._waiting[number] = replies
     self._send("call", number, method, args)
+    kind = "item"
     try:
-      while True:
+      while kind == "item":
         kind, *rest = await self._reply(replies, method, deadline_s)
-        if kind == "item":
-          yield None, rest[0]
-        elif kind == "answer":
-          self._waiting.pop(number, None)
-          yield _DONE, rest[0]
-          return
-        else:
-          self._waiting.pop(number, None)
+        if kind == "error":
           raise self._error(method, *rest)
+        yield kind, rest[0]
     finally:
-      if self._waiting.pop(number, None) is not None and self._lost is None:
+      del self._waiting[number]
+      if kind == "item":
         self._send("cancel", number)
 
   async def _reply(
@@ -173,10 +169,9 @@ class Connection:
       ) from None
 
   def _error(self, method: str, kind: str, text: str) -> Exception:
-    if kind == "Lost":
-      return Lost(text)
-    if kind in _ERRORS:
-      return _ERRORS[kind](text)
+    for cls in _PASSED_ON:
+      if cls.__name__ == kind:
+        return cls(text)
     return Failed(f"{self._name} raised {kind} in {method!r}: {text}")
 
   def post(self, notice: str, *args: Any) -> None:
@@ -187,10 +182,6 @@ class Connection:
     if self._lost is None:
       self._outgoing.append(message)
       self._ready.set()
-
-  def _check(self) -> None:
-    if self._lost is not None:
-      raise Lost(str(self._lost))
 
   # The stream.
 
@@ -312,7 +303,7 @@ class Connection:
 
 def _kind(error: Exception) -> str:
   """Returns the class that the caller's side raises in its turn."""
-  for cls in (contract.EngineClosed, ValueError):
+  for cls in _PASSED_ON:
     if isinstance(error, cls):
       return cls.__name__
   return type(error).__name__

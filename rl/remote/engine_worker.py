@@ -67,8 +67,7 @@ class EngineTask:
 class EngineWorker:
   """An engine behind a connection, whose other side starts it.
 
-  Whoever has the socket calls `serve`; or `connect`, runs that connection and
-  `watch`, and then calls `close`.
+  Whoever has the socket calls `serve`.
   """
 
   def __init__(self, task: EngineTask):
@@ -96,11 +95,12 @@ class EngineWorker:
     self._told: contract.EngineStats | None = None
     self._post: Callable[..., None] = lambda *notice: None
 
-  def connect(
-    self, socket: connection.Socket, name: str
-  ) -> connection.Connection:
-    """Returns the connection on which it serves, for the caller to run."""
-    made = connection.Connection(
+  async def serve(self, socket: connection.Socket, name: str) -> str:
+    """Serves until the stream ends; returns why it did.
+
+    SIGTERM asks the other side to let it go; a second one ends it at once.
+    """
+    stream = connection.Connection(
       socket,
       name=name,
       serves={
@@ -122,19 +122,11 @@ class EngineWorker:
       },
       before_answering=self._tell_stats,
     )
-    self._post = made.post
-    return made
-
-  async def serve(self, socket: connection.Socket, name: str) -> str:
-    """Serves until the stream ends; returns why it did.
-
-    SIGTERM asks the other side to let it go; a second one ends it at once.
-    """
-    stream = self.connect(socket, name)
+    self._post = stream.post
     # As the run's host is reached from here, other workers reach this one.
     self._host = getattr(socket, "local_address", ("",))[0]
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave)
-    watching = asyncio.create_task(self.watch())
+    watching = asyncio.create_task(self._watch())
     try:
       return await stream.run()
     finally:
@@ -157,7 +149,7 @@ class EngineWorker:
 
   # What it tells.
 
-  async def watch(self) -> None:
+  async def _watch(self) -> None:
     """Tells first tokens and counters, for as long as it runs."""
     while True:
       await asyncio.sleep(_TELL_S)
@@ -246,14 +238,13 @@ class EngineWorker:
   def _release_prefix(self, name: str) -> None:
     self._exported.pop(name, None)
 
-  def _stream_address(self) -> tuple[str, int, str] | None:
+  def _stream_address(self) -> dict[str, Any] | None:
     """Returns where workers of other hosts read; None: there are none."""
     if self._task.stream is None:
       return None
     if self._outlet is None:
       self._outlet = weight_stream.WeightStream(self._host)
-    address = self._outlet.address
-    return address.host, address.port, address.token
+    return dataclasses.asdict(self._outlet.address)
 
   async def _import_prefix(self, given: Sequence[Any]) -> str:
     """Reads pages from another worker into the prefix cache."""
@@ -326,17 +317,14 @@ class EngineWorker:
 
 
 def _read_pages(
-  addresses: Sequence[Sequence[Any]], stream: Sequence[Any] | None
+  addresses: Sequence[Sequence[Any]], stream: dict[str, Any] | None
 ) -> list[np.ndarray]:
   """Returns whole tensors of another worker.
 
   Raises:
     ValueError: they are gone, or damaged.
   """
-  place = None
-  if stream is not None:
-    host, port, token = stream
-    place = weight_stream.StreamAddress(host=host, port=port, token=token)
+  place = None if stream is None else weight_stream.StreamAddress(**stream)
   tensors = [weight_store.Tensor._make(address) for address in addresses]
   try:
     with weight_store.Readers(weight_stream.reader_at(place)) as readers:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rl.backends import contract as backends
 from rl.pools import placement
-from rl.remote import connection, learner_worker, weight_stream, workers
+from rl.remote import connection, learner_worker, workers
 from rl.runtime import watchdog as watchdog_lib
 from rl.settings import overrides
 from rl.train import learner
@@ -62,13 +62,8 @@ class Gang:
     backend: backends.Backend,
   ):
     self._deadline_s = deadline_s
-    self._workers = workers.Workers(log_dir, watchdog, backend)
-    self._states = None
-    if not backend.shares_memory:
-      self._states = weight_stream.WeightStream(
-        self._workers.host, writable=True
-      )
-    address = self._states and self._states.address
+    self._workers = workers.Workers(log_dir, watchdog, backend, writable=True)
+    address = self._workers.weights and self._workers.weights.address
     self._tasks = [dataclasses.replace(x, stream=address) for x in tasks]
     self._members: list[tuple[workers.Worker, connection.Connection]] = []
     self._watching: list[asyncio.Task[None]] = []
@@ -94,7 +89,16 @@ class Gang:
       if self._members:
         return
       self._loop = asyncio.get_running_loop()
-      starts = [self._start(i, task) for i, task in enumerate(self._tasks)]
+      starts = [
+        self._workers.start(
+          f"learner {i}",
+          json.dumps(overrides.to_json(task)),
+          environment=workers.environment(),
+          hears={},
+          deadline_s=_CONNECT_S,
+        )
+        for i, task in enumerate(self._tasks)
+      ]
       started = await asyncio.gather(*starts, return_exceptions=True)
       for one in started:
         if isinstance(one, BaseException):
@@ -109,17 +113,6 @@ class Gang:
       offers = await self.command("offer", [()] * len(self._members))
       joins = [(offers[0],)] * len(self._members)
       self.tiles = await self.command("join", joins, deadline_s=_JOIN_S)
-
-  async def _start(
-    self, number: int, task: learner_worker.LearnerTask
-  ) -> tuple[workers.Worker, connection.Connection]:
-    return await self._workers.start(
-      f"learner {number}",
-      json.dumps(overrides.to_json(task)),
-      environment=workers.environment(),
-      hears={},
-      deadline_s=_CONNECT_S,
-    )
 
   async def _watch(self, number: int, stream: connection.Connection) -> None:
     """Ends all members when one is lost, also while no command runs."""
@@ -224,9 +217,6 @@ class Gang:
     for _, stream in self._members:
       await stream.close()
     await self._workers.close()
-    if self._states is not None:
-      await asyncio.to_thread(self._states.close)
-      self._states = None
 
 
 def of_learner(

@@ -37,13 +37,7 @@ from rl import experiment as experiment_lib
 from rl.backends import contract as backends
 from rl.engine import contract
 from rl.pools import placement
-from rl.remote import (
-  connection,
-  engine_worker,
-  joining,
-  weight_store,
-  weight_stream,
-)
+from rl.remote import connection, engine_worker, joining, weight_store
 from rl.remote import workers as workers_lib
 from rl.runtime import mesh_thread, trace
 from rl.runtime import watchdog as watchdog_lib
@@ -443,10 +437,7 @@ class RemoteEngines:
     self._spans = spans
     log_dir = run_dir and run_dir / "workers"
     self._workers = workers_lib.Workers(log_dir, watchdog, backend)
-    self._weights = None
-    if not backend.shares_memory:
-      self._weights = weight_stream.WeightStream(self._workers.host)
-    address = self._weights and self._weights.address
+    address = self._workers.weights and self._workers.weights.address
     self._tasks = {
       info: dataclasses.replace(task, stream=address)
       for info, task in tasks.items()
@@ -492,8 +483,6 @@ class RemoteEngines:
     if self._run_dir is not None:
       joining.remove(self._run_dir)
     await self._workers.close()
-    if self._weights is not None:
-      await asyncio.to_thread(self._weights.close)
 
 
 def of_experiment(

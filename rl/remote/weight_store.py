@@ -75,6 +75,7 @@ class StoredTensor:
   Attributes:
     name: of the tensor, unlike any other of its store.
     shape, dtype: of the tensor.
+    array: returns the array that `WeightStore` has written, while it exists.
   """
 
   def __init__(
@@ -84,6 +85,7 @@ class StoredTensor:
     self.name = name
     self.shape = shape
     self.dtype = dtype
+    self.array: Callable[[], Any] = lambda: None
 
   @property
   def nbytes(self) -> int:
@@ -104,30 +106,36 @@ def reserve(
   Args:
     forms: shape and dtype of each.
   """
-  named = {str(i): form for i, form in enumerate(forms)}
-  header = safetensors_io.header(named)
-  sizes = [safetensors_io.num_bytes(*form) for form in forms]
-  file = StoredFile(len(header) + sum(sizes))
-  file.write(0, header)
-  return [StoredTensor(file, name, *form) for name, form in named.items()]
+  tensors, _ = _reserved({str(i): form for i, form in enumerate(forms)})
+  return tensors
 
 
 def keep(arrays: Sequence[np.ndarray]) -> list[StoredTensor]:
   """Returns tensors in one new file with these values."""
   # A reader that comes too late finds other memory at the path of a free one.
-  values = {f"kept {next(_num_kept)}": array for array in arrays}
-  file = _filled(values)
-  return [
-    StoredTensor(file, name, value.shape, value.dtype)
-    for name, value in values.items()
-  ]
+  return _stored({f"kept {next(_num_kept)}": array for array in arrays})
 
 
-class _Written(NamedTuple):
-  """An array that was written; weak, so that it outlives nothing."""
+def _stored(values: Mapping[str, np.ndarray]) -> list[StoredTensor]:
+  """Returns tensors in one new file with these values."""
+  tensors, end = _reserved(
+    {name: (value.shape, value.dtype) for name, value in values.items()}
+  )
+  for tensor, value in zip(tensors, values.values(), strict=True):
+    data = value.reshape(-1).view(np.uint8).data
+    end = tensor.file.write(end, data)
+  return tensors
 
-  array: weakref.ref[jax.Array]
-  tensor: weakref.ref[StoredTensor]
+
+def _reserved(
+  forms: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+) -> tuple[list[StoredTensor], int]:
+  """Returns tensors in one new file, and where the first of them begins."""
+  header = safetensors_io.header(forms)
+  sizes = [safetensors_io.num_bytes(*form) for form in forms.values()]
+  file = StoredFile(len(header) + sum(sizes))
+  start = file.write(0, header)
+  return [StoredTensor(file, x, *form) for x, form in forms.items()], start
 
 
 class WeightStore:
@@ -139,52 +147,26 @@ class WeightStore:
 
   def __init__(self):
     self._names = itertools.count()
-    self._written: dict[int, _Written] = {}
+    # By the identity of the array, which another may have later.
+    self._written = weakref.WeakValueDictionary[int, StoredTensor]()
 
   def write(self, tree: Any) -> Any:
     """Returns a tree of stored tensors with the values of these arrays."""
     arrays, structure = jax.tree.flatten(tree)
-    stored = [self._find(array) for array in arrays]
+    stored = [self._found(array) for array in arrays]
     fresh = [i for i, tensor in enumerate(stored) if tensor is None]
     if fresh:
-      named = [str(next(self._names)) for _ in fresh]
       values = [safetensors_io.on_host(arrays[i]) for i in fresh]
-      file = _filled(dict(zip(named, values, strict=True)))
-      for i, name, value in zip(fresh, named, values, strict=True):
-        stored[i] = tensor = StoredTensor(file, name, value.shape, value.dtype)
-        self._remember(arrays[i], tensor)
+      tensors = _stored({str(next(self._names)): value for value in values})
+      for i, tensor in zip(fresh, tensors, strict=True):
+        tensor.array = weakref.ref(arrays[i])
+        stored[i] = self._written[id(arrays[i])] = tensor
     return structure.unflatten(stored)
 
-  def _find(self, array: jax.Array) -> StoredTensor | None:
-    written = self._written.get(id(array))
-    if written is None or written.array() is not array:
-      return None
-    return written.tensor()
-
-  def _remember(self, array: jax.Array, tensor: StoredTensor) -> None:
-    key = id(array)
-
-    def forget(reference: weakref.ref[Any]) -> None:
-      written = self._written.get(key)
-      if written is not None and reference in (written.array, written.tensor):
-        self._written.pop(key, None)
-
-    self._written[key] = _Written(
-      weakref.ref(array, forget), weakref.ref(tensor, forget)
-    )
-
-
-def _filled(values: Mapping[str, np.ndarray]) -> StoredFile:
-  """Returns a file of these tensors."""
-  header = safetensors_io.header(
-    {name: (value.shape, value.dtype) for name, value in values.items()}
-  )
-  size = len(header) + sum(value.nbytes for value in values.values())
-  file = StoredFile(size)
-  end = file.write(0, header)
-  for value in values.values():
-    end = file.write(end, value.reshape(-1).view(np.uint8).data)
-  return file
+  def _found(self, array: jax.Array) -> StoredTensor | None:
+    """Returns the tensor of an array that was written before."""
+    tensor = self._written.get(id(array))
+    return tensor if tensor and tensor.array() is array else None
 
 
 class DamagedFile(ValueError):

@@ -32,7 +32,7 @@ from websockets.asyncio import server as websockets_server
 
 from rl.backends import contract as backends
 from rl.backends import host, local
-from rl.remote import connection, wire
+from rl.remote import connection, weight_stream, wire
 from rl.runtime import watchdog as watchdog_lib
 
 MAX_MESSAGE = 64 << 20
@@ -222,6 +222,7 @@ class Workers:
       `close`.
     watchdog: lists the calls that wait for workers.
     backend: starts them, and is closed with them.
+    writable: they write to `weights` too.
 
   Raises:
     Unreachable: the backend cannot be reached, or names another host as this.
@@ -229,6 +230,8 @@ class Workers:
   Attributes:
     host: the address of this host for them.
     token: that a process must know to connect.
+    weights: sends tensors of this process to them; None where they share its
+      memory.
     on_guest: given a guest and the pool that it asks for; refuses by a
       ValueError. None refuses all.
   """
@@ -238,6 +241,8 @@ class Workers:
     log_dir: pathlib.Path | None,
     watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
     backend: backends.Backend = _HERE,
+    *,
+    writable: bool = False,
   ):
     self._kept = None
     if log_dir is None:
@@ -257,6 +262,9 @@ class Workers:
         f"placement.backend.host={self.host} is no address at which this host "
         f"can listen: {error}"
       ) from error
+    self.weights = None
+    if not backend.shares_memory:
+      self.weights = weight_stream.WeightStream(self.host, writable)
     self._place_s = backend.place_s
     self.token = secrets.token_hex(32)
     self.on_guest: Callable[[str, Guest], None] | None = None
@@ -371,7 +379,9 @@ class Workers:
         case {"join": str(pool), "code": str(code), "pid": int(pid)}:
           guest = f"process {pid} on {socket.remote_address[0]}"
           _check_code(guest, code)
-          self._admit(pool, Guest(socket, guest, pid, self._watchdog))
+          if self.on_guest is None:
+            raise ValueError("this run takes no engines now")
+          self.on_guest(pool, Guest(socket, guest, pid, self._watchdog))
           await socket.wait_closed()
         case _:
           raise wire.Malformed("no worker of this name is expected")
@@ -394,11 +404,6 @@ class Workers:
     expected.admitted.set_result(stream)
     await stream.run()
 
-  def _admit(self, pool: str, guest: Guest) -> None:
-    if self.on_guest is None:
-      raise ValueError("this run takes no engines now")
-    self.on_guest(pool, guest)
-
   async def close(self) -> None:
     """Ends all workers and listens no more; may be called again."""
     for worker in self._children:
@@ -409,6 +414,9 @@ class Workers:
       self._server.close()
       await self._server.wait_closed()
       self._server = None
+    if self.weights is not None:
+      weights, self.weights = self.weights, None
+      await asyncio.to_thread(weights.close)
     if self._kept is not None:
       self._kept.cleanup()
 
@@ -452,7 +460,10 @@ async def join(
     why = _reason(error) or "it has ended"
     raise Refused(f"the run refuses: {why}") from error
   except websockets.WebSocketException as error:
-    if _is_unauthorized(error):
+    if (
+      isinstance(error, websockets.InvalidStatus)
+      and error.response.status_code == http.HTTPStatus.UNAUTHORIZED
+    ):
       raise Refused(
         f"the run at {address} has another token: it was started again since, "
         "or it is another run"
@@ -465,13 +476,6 @@ def _reason(error: Exception) -> str:
   if isinstance(error, websockets.ConnectionClosed) and error.rcvd is not None:
     return error.rcvd.reason
   return ""
-
-
-def _is_unauthorized(error: websockets.WebSocketException) -> bool:
-  return (
-    isinstance(error, websockets.InvalidStatus)
-    and error.response.status_code == http.HTTPStatus.UNAUTHORIZED
-  )
 
 
 async def _ask(
