@@ -7,7 +7,6 @@ update_weights(version, params, in_flight): new weights, and the treatment of
 
 import contextlib
 import dataclasses
-import itertools
 import math
 from collections.abc import (
   AsyncGenerator,
@@ -234,16 +233,6 @@ class Completion:
   experts: Int[np.ndarray, "ids S k"] | None = None
   top: TopLogprobs | None = None
 
-  @property
-  def spans(self) -> list[tuple[int, int, int]]:
-    """(version, start, end) of each run of tokens of one version."""
-    starts = np.flatnonzero(np.diff(self.versions, prepend=-1))
-    edges = [*starts.tolist(), len(self.versions)]
-    return [
-      (int(self.versions[start]), start, end)
-      for start, end in itertools.pairwise(edges)
-    ]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Delta:
@@ -312,15 +301,13 @@ def _wrong_types(request: DecodeRequest, _: Capabilities) -> Iterator[str]:
     yield "tokens must be int32[N]; use np.asarray(ids, np.int32)"
   if bias is not None and getattr(bias, "dtype", None) != np.float32:
     yield "bias must be float32[V]; use np.asarray(bias, np.float32)"
-  whole = (request.max_tokens, request.top_k, request.seed)
-  whole = (*whole, request.top_logprobs)
-  for value in (*whole, *request.stop_ids, *request.priority):
-    if type(value) is not int and not isinstance(value, int | np.integer):
+  sizes = request.max_tokens, request.top_k, request.top_logprobs
+  for value in (*sizes, request.seed, *request.stop_ids, *request.priority):
+    if not isinstance(value, (int, np.integer)):
       fields = "max_tokens, top_k, seed, top_logprobs, stop_ids and priority"
       yield f"{fields} must be integers, not {value!r}"
-  numbers = int | float | np.integer | np.floating
   for value in (request.temperature, request.top_p, request.min_p):
-    if type(value) is not float and not isinstance(value, numbers):
+    if not isinstance(value, (float, int, np.integer, np.floating)):
       yield f"temperature, top_p and min_p must be numbers, not {value!r}"
 
 

@@ -287,28 +287,27 @@ class BuiltinEngine:
     ids = np.append(prefix.ids, np.int32(0))  # One that is to be fed.
     table, _ = blocks.begin(ids)  # Not copied: its page is written.
     first, length = table.cached // size, len(prefix.ids)
-    refusal, written = "", None
+    refusal = ""
     if first * size < prefix.start:
       refusal = "gap"
     elif table.cached < length and not blocks.grow(table, length):
       refusal = "room"
-    elif table.cached < length:
-      values = [x[:, :, first - prefix.start // size :] for x in prefix.pages]
-      table.cached = length
-      if table.oldest_kv is None:
-        table.oldest_kv = prefix.version
-      self._copy_pages()
-      written = self._thread.submit(
-        "hand over", self._runner.write_pages, table.pages[first:], values
-      )
-      written.add_done_callback(self._on_written)
-    if written is None:
+    if refusal or table.cached >= length:
       blocks.cancel(table)
       return refusal
+    values = [x[:, :, first - prefix.start // size :] for x in prefix.pages]
+    table.cached = length
+    if table.oldest_kv is None:
+      table.oldest_kv = prefix.version
+    self._copy_pages()
+    written = self._thread.submit(
+      "hand over", self._runner.write_pages, table.pages[first:], values
+    )
+    written.add_done_callback(self._on_written)
     blocks.end(table, ids)
     await asyncio.wait([written])  # Not cancelled with the caller.
     self._check_open()
-    return refusal
+    return ""
 
   def _copy_pages(self) -> None:
     """Makes the copies that are due, from or to pages that are used now."""
@@ -482,12 +481,10 @@ class BuiltinEngine:
 
   def _launch(self) -> bool:
     """Launches a dispatch if one is worth it now; returns False otherwise."""
-    if self._closed or (self._paused and self._updating != "drain"):
+    drains = self._updating == "drain"
+    if self._closed or ((self._paused or self._updating) and not drains):
       return False
-    if self._updating in (None, "drain"):
-      self._queue.admit(started_only=self._updating == "drain")
-    elif self._updating is not None:
-      return False
+    self._queue.admit(started_only=drains)
     last = self._in_flight[-1][0] if self._in_flight else None
     if last is None and self._delays_batch():
       return False

@@ -66,11 +66,7 @@ class ModelRunner:
     self._bias_slots = bias_slots
     self._whole = layout.sharding()
     self._pages = layout.sharding(*kv_cache.AXES)
-    all_chunks = {
-      chunks
-      for rows in shapes.rows
-      for chunks in shapes.chunks(rows, layout.num_batch)
-    }
+    self._layout = layout
     scans = config.scans_layers and layout.platform == "gpu"
     options = _NO_COPIES if scans else None
     # Any: `_cache_size` is the only count of compilations that jax has.
@@ -89,7 +85,7 @@ class ModelRunner:
         out_shardings=(self._pages, self._whole, self._whole),
         compiler_options=options,
       )
-      for chunks in all_chunks
+      for chunks in {chunks for _, chunks in self.shapes}
     }
     self._copy = _in_place(kv_cache.copy, self._pages)
     self._gather: Any = jax.jit(
@@ -99,7 +95,6 @@ class ModelRunner:
     self._set_bias = _in_place(_with_bias, self._whole)
     self._set_masks = _in_place(_with_masks, self._whole)
     self._set_history = _in_place(decode_step.set_history, self._whole)
-    self._layout = layout
 
   @property
   def shapes(self) -> list[Shape]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import operator
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -249,6 +250,5 @@ class RequestState:
       self.deltas.put_nowait(None)
 
 
-def by_order(state: RequestState) -> tuple[tuple[int, ...], int]:
-  """Returns the order of a request, as a sort key."""
-  return state.order
+by_order = operator.attrgetter("order")
+"""Returns the order of a request, as a sort key."""

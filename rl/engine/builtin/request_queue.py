@@ -255,7 +255,9 @@ class RequestQueue:
       started_only: leaves requests waiting that have not run yet.
     """
     later, bias_rows_left = [], True
-    encoding = self._pages_being_encoded() if self._waiting else set()
+    encoding: set[tuple[int, bytes]] = set()
+    if self._waiting:
+      encoding.update(*map(self._page_being_encoded, self.running))
     while self._waiting and self._free_slots:
       order, state = self._waiting[0]
       if state.future.done():
@@ -313,17 +315,13 @@ class RequestQueue:
     self.running.append(state)
     return True
 
-  def _pages_being_encoded(self) -> set[tuple[int, bytes]]:
-    """Returns the pages of context that running requests will share next."""
-    return set().union(*map(self._page_being_encoded, self.running))
-
   def _page_being_encoded(
     self, state: request_lib.RequestState
   ) -> set[tuple[int, bytes]]:
-    """Returns (length, ids) of all up to the end of a request's next page.
+    """Returns (length, ids) of the context that a request will share next.
 
-    None if it has shared its context or never will, or has no whole page of
-    it left.
+    It ends with the request's next page. The set is empty if the context has
+    been shared, or never will be, or has no whole page left.
     """
     table, page = state.page_table, self._shapes.page_size
     assert table is not None

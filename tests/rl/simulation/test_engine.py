@@ -222,7 +222,7 @@ async def test_versions_change_in_the_middle_of_an_answer():
   await asyncio.sleep(0.11 * 4 + 0.005)  # 40 tokens; the 41st has begun.
   await served.update_weights(1, None, "keep_kv")
   completion, at_s = await answer
-  assert completion.spans == [(0, 0, 41), (1, 41, 100)]
+  assert completion.versions.tolist() == [0] * 41 + [1] * 59
   assert completion.oldest_kv == 0
   assert at_s == close(1.1 + 2.0)
   assert served.stats().paused_s == close(2.0)
@@ -248,7 +248,7 @@ async def test_recomputing_encodes_all_that_is_in_flight_again():
   await asyncio.sleep(0.5 + 0.11 * 4 + 0.005)
   await served.update_weights(1, None, "recompute")
   completion, at_s = await answer
-  assert completion.spans == [(0, 0, 41), (1, 41, 100)]
+  assert completion.versions.tolist() == [0] * 41 + [1] * 59
   assert completion.oldest_kv == 1
   # Once 50 ids, and then these and 41 tokens.
   assert at_s == close(0.5 + 1.1 + 1.0 + 0.91)
@@ -264,8 +264,8 @@ async def test_draining_lets_running_requests_end_and_others_wait():
   await update
   (old, old_s) = await first
   (new, new_s) = await second
-  assert (old.spans, old_s) == ([(0, 0, 100)], close(1.1))
-  assert (new.spans, new_s) == ([(1, 0, 100)], close(1.1 + 1.0 + 1.1))
+  assert (old.versions.tolist(), old_s) == ([0] * 100, close(1.1))
+  assert (new.versions.tolist(), new_s) == ([1] * 100, close(1.1 + 1.0 + 1.1))
 
 
 async def test_weights_that_abort_end_what_runs():
@@ -274,7 +274,7 @@ async def test_weights_that_abort_end_what_runs():
   await asyncio.sleep(0.11)
   await served.update_weights(1, None, "abort")
   completion = await answer
-  assert (completion.stop, completion.spans) == ("abort", [(0, 0, 11)])
+  assert (completion.stop, completion.versions.tolist()) == ("abort", [0] * 11)
 
 
 async def test_a_version_that_is_not_newer_is_refused():
