@@ -183,14 +183,11 @@ class _AddressedProcess(followed.Followed):
           why.append(f"{name}: {code}")
       if len(refused) == len(self._launcher.by_load()):
         raise followed.NotPlaced("; ".join(refused.values()))
-      why += refused.values()
-      try:
-        self.wait_for_place(begin_s, self._place_s)
-      except followed.NotPlaced as error:
+      if not self.has_time_left(begin_s, self._place_s):
+        why += refused.values()
         raise followed.NotPlaced(
-          str(error)
-          or f"no host has taken it in {self._place_s:g} s; {'; '.join(why)}"
-        ) from error
+          f"no host has taken it in {self._place_s:g} s; {'; '.join(why)}"
+        )
 
   def _play(self, lines: host.JsonLines, name: str) -> int | str:
     """Returns the code of the program, or why a full host has refused it."""

@@ -88,21 +88,23 @@ class Followed(abc.ABC):
     self._killed.set()
     self.signal(signal.SIGKILL)
 
-  def close(self, timeout_s: float = _END_S) -> None:
+  def close(self) -> None:
     """Ends it and waits for that."""
     self.kill()
-    self._thread.join(timeout_s)
+    self._thread.join(_END_S)
 
-  def wait_for_place(self, begin_s: float, place_s: float) -> None:
-    """Waits a little, for a place that was asked for at a time.
+  def has_time_left(self, begin_s: float, place_s: float) -> bool:
+    """Waits a little for a place; returns whether there is time for more.
+
+    Args:
+      begin_s: when the place was asked for.
 
     Raises:
-      NotPlaced: it is to end, or the wait has become too long.
+      NotPlaced: it is to end.
     """
     if self._killed.wait(0.2):
       raise NotPlaced("it was ended before it had a place")
-    if time.monotonic() > begin_s + place_s:
-      raise NotPlaced("")
+    return time.monotonic() <= begin_s + place_s
 
 
 class FollowingLauncher(abc.ABC):

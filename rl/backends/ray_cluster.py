@@ -199,19 +199,13 @@ class _RayProcess(followed.Followed):
   def _wait_for_place(self, ray: Any, first: Any) -> None:
     begin_s, place_s = time.monotonic(), self._setting.place_s
     while not ray.wait([first], timeout=_LOOK_S)[0]:
-      try:
-        self.wait_for_place(begin_s, place_s)
-      except followed.NotPlaced as error:
-        why = str(error) or (
-          f"no host has had {self._wanted()} free in {place_s:g} s; free now: "
-          f"{_free(ray)}; lower it, or add a host"
+      if not self.has_time_left(begin_s, place_s):
+        setting = self._setting
+        wanted = {"CPU": setting.cpus, "GPU": setting.gpus, **setting.resources}
+        raise followed.NotPlaced(
+          f"no host has had {_amounts(wanted)} free in {place_s:g} s; free "
+          f"now: {_free(ray)}; lower it, or add a host"
         )
-        raise followed.NotPlaced(why) from error
-
-  def _wanted(self) -> str:
-    setting = self._setting
-    wanted = {"CPU": setting.cpus, "GPU": setting.gpus, **setting.resources}
-    return _amounts(wanted)
 
   def _poll(self, ray: Any, actor: Any, polled: Any) -> int:
     while True:

@@ -14,6 +14,7 @@ Source of the layout: Hugging Face's safetensors, README, "Format".
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -69,23 +70,20 @@ class Tensor(NamedTuple):
   dtype: str
 
 
+@dataclasses.dataclass(eq=False)
 class StoredTensor:
   """A tensor in the store, in the place of an array; equal to itself only.
 
   Attributes:
     name: of the tensor, unlike any other of its store.
-    shape, dtype: of the tensor.
-    array: returns the array that `WeightStore` has written, while it exists.
+    array: the array that `WeightStore` has written, while it exists.
   """
 
-  def __init__(
-    self, file: StoredFile, name: str, shape: tuple[int, ...], dtype: np.dtype
-  ):
-    self.file = file
-    self.name = name
-    self.shape = shape
-    self.dtype = dtype
-    self.array: Callable[[], Any] = lambda: None
+  file: StoredFile
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  array: weakref.ref[jax.Array] | None = None
 
   @property
   def nbytes(self) -> int:
@@ -166,7 +164,9 @@ class WeightStore:
   def _found(self, array: jax.Array) -> StoredTensor | None:
     """Returns the tensor of an array that was written before."""
     tensor = self._written.get(id(array))
-    return tensor if tensor and tensor.array() is array else None
+    if tensor is None or tensor.array is None or tensor.array() is not array:
+      return None
+    return tensor
 
 
 class DamagedFile(ValueError):
@@ -176,7 +176,9 @@ class DamagedFile(ValueError):
 class _MappedFile:
   """The tensors of a file that another process has made; a context."""
 
-  def __init__(self, path: str, mode: str, access: int):
+  _mode, _access = "rb", mmap.ACCESS_READ
+
+  def __init__(self, path: str):
     """Opens a file.
 
     Raises:
@@ -184,8 +186,8 @@ class _MappedFile:
     """
     self._path = path
     try:
-      with pathlib.Path(path).open(mode) as file:
-        self._memory = mmap.mmap(file.fileno(), 0, access=access)
+      with pathlib.Path(path).open(self._mode) as file:
+        self._memory = mmap.mmap(file.fileno(), 0, access=self._access)
     except (OSError, ValueError) as error:
       raise DamagedFile(f"{path} cannot be opened: {error}") from error
     try:
@@ -239,10 +241,7 @@ class StoreReader(_MappedFile):
     bytes_read: of all slices so far.
   """
 
-  def __init__(self, path: str):
-    """Opens a file; raises DamagedFile if it cannot."""
-    self.bytes_read = 0
-    super().__init__(path, "rb", mmap.ACCESS_READ)
+  bytes_read = 0
 
   def read(
     self,
@@ -265,9 +264,7 @@ class StoreReader(_MappedFile):
 class StoreWriter(_MappedFile):
   """Writes slices of the tensors of a file that `reserve` has made."""
 
-  def __init__(self, path: str):
-    """Opens a file; raises DamagedFile if it cannot."""
-    super().__init__(path, "r+b", mmap.ACCESS_WRITE)
+  _mode, _access = "r+b", mmap.ACCESS_WRITE
 
   def write(self, name: str, array: jax.Array) -> None:
     """Writes those slices of an array that this process is to write.

@@ -253,10 +253,7 @@ class StreamReader(_Client):
     bytes_read: of all slices so far.
   """
 
-  def __init__(self, address: StreamAddress, path: str):
-    """Connects; see `_Client`."""
-    self.bytes_read = 0
-    super().__init__(address, path)
+  bytes_read = 0
 
   def read(
     self,

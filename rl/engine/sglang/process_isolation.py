@@ -7,7 +7,6 @@ kills child processes.
 """
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import os
@@ -72,11 +71,6 @@ def contained(platform: str) -> Iterator[None]:
       undo.callback(os.environ.__setitem__, _PLATFORMS, platforms)
     os.environ[_PLATFORMS] = platform
     yield
-
-
-def stays_alive(engine: Any) -> None:
-  """Keeps the exit of this process from killing its children."""
-  atexit.unregister(engine.shutdown)
 
 
 def close_sockets(owner: Any, kind: type) -> None:

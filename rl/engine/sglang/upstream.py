@@ -4,6 +4,7 @@ Its primary target is sglang-jax's main; of the releases it takes 0.0.2, by
 `rl.engine.sglang.compat_0_0_2`.
 """
 
+import atexit
 import importlib
 import json
 import logging
@@ -81,7 +82,8 @@ class Upstream:
             self._engine = entry.Engine(**args)
         else:
           self._engine = entry.Engine(**args)
-      process_isolation.stays_alive(self._engine)
+      # It would kill all children of this process at the exit.
+      atexit.unregister(self._engine.shutdown)
       for owner in (self._engine, self._engine.tokenizer_manager):
         process_isolation.close_sockets(owner, zmq.Socket)
     held = self._engine.scheduler_info["max_total_num_tokens"]
