@@ -651,6 +651,10 @@ class SessionRouter(Protocol):
       domain: name of the source of the session's task.
       engine: that the session had before a restart; -1 if none.
       group: of sessions with the same prompt; "" if it is alone.
+
+    Raises:
+      EngineClosed: every engine has stopped, and none will come back.
+      ValueError: the session has begun and not ended.
     """
     ...
 

@@ -27,7 +27,13 @@ import numpy as np
 
 from rl.audit import event_log
 from rl.engine import contract
-from rl.pools import affinity, placement, pool_stats, routing_table
+from rl.pools import (
+  affinity,
+  hand_over,
+  placement,
+  pool_stats,
+  routing_table,
+)
 
 _ALIKE = affinity.Routing()
 # An engine that was lost meanwhile is no error where nothing is asked of it.
@@ -72,17 +78,14 @@ class Router:
     self.on_serving: Callable[[int], None] = lambda number: None
     self._awaited: set[int] = set()  # Lost engines that may come back.
     self._version = 0  # The newest to be served.
-    self._aborts = Aborts()
+    # Requests in flight, and whether they were aborted: one that moves between
+    # two engines is known to neither of them.
+    self._aborted: dict[str, bool] = {}
     self._opened, self._ended = Signal(), Signal()
     self._wanted = dict(routing.prefer)
     if routing.default is not None:
       self._wanted[""] = routing.default
-    self._hand_overs = None
-    if self._table.splits_phases:
-      # Not on top: most runs have no use for it.
-      from rl.pools import hand_over
-
-      self._hand_overs = hand_over.HandOvers()
+    self._hand_overs = hand_over.HandOvers()
     self._log_preferences()
 
   @property
@@ -131,18 +134,9 @@ class Router:
   async def begin(
     self, session: str, domain: str, engine: int = -1, group: str = ""
   ) -> int:
-    """Returns the number of a session's engine, once one takes it.
+    """Returns the number of a session's engine; see `contract.SessionRouter`.
 
-    Cancel it, and the session has not begun.
-
-    Args:
-      domain: name of the source of its task.
-      engine: that it had before a restart; -1 if none.
-      group: of sessions with the same prompt; "" if it is alone.
-
-    Raises:
-      EngineClosed: every engine has stopped, and none will come back.
-      ValueError: the session has begun and not ended.
+    If this is cancelled, the session has not begun.
     """
     assign = functools.partial(
       self._table.assign, session, domain, engine, group
@@ -175,11 +169,11 @@ class Router:
       ValueError: no engine has the weights of its session.
     """
     asked_s = asyncio.get_running_loop().time()
-    with self._aborts.asking(request.request_id):
+    with self._asking(request.request_id):
       while await self._placed(request):
         try:
           async with self._sent(request) as number:
-            if self._aborts.aborted(request.request_id):
+            if self._aborted[request.request_id]:
               break
             answer = await self._engines[number].generate(request)
             self._measure(request, number, answer)
@@ -199,11 +193,11 @@ class Router:
       ValueError: as `generate`.
     """
     begun, asked_s = False, asyncio.get_running_loop().time()
-    with self._aborts.asking(request.request_id):
+    with self._asking(request.request_id):
       while await self._placed(request):
         try:
           async with self._sent(request) as number:
-            if self._aborts.aborted(request.request_id):
+            if self._aborted[request.request_id]:
               break
             deltas = self._engines[number].stream(request)
             async with contextlib.aclosing(deltas):
@@ -219,9 +213,20 @@ class Router:
           self.check_open()
     yield contract.whole_delta(unsent(asked_s))
 
+  @contextlib.contextmanager
+  def _asking(self, name: str) -> Iterator[None]:
+    """Knows a request as in flight in the body of a `with`."""
+    if name in self._aborted:
+      raise ValueError(f"request {name} is already in flight")
+    self._aborted[name] = False
+    try:
+      yield
+    finally:
+      del self._aborted[name]
+
   def _answered(self, request: contract.DecodeRequest) -> None:
     self._table.answered(request.request_id)
-    if self._table.is_left:
+    if self._table.any_leaving:
       self._ended.fire()
 
   def _measure(
@@ -238,7 +243,7 @@ class Router:
 
   async def _placed(self, request: contract.DecodeRequest) -> bool:
     """Waits until a session has an engine; False: the request was aborted."""
-    while not self._aborts.aborted(request.request_id):
+    while not self._aborted[request.request_id]:
       if self._table.all_lost:
         await self._changed()
         continue
@@ -260,7 +265,7 @@ class Router:
     If another engine is to encode the request, that has been tried by then.
     """
     versions = ()
-    if self._hand_overs is not None:
+    if self._table.splits_phases:
       versions = [engine.stats().version for engine in self._engines]
     name, session = request.request_id, request.session
     count = len(request.tokens)
@@ -282,12 +287,11 @@ class Router:
     """Has a request encoded by another engine, for the one that decodes it."""
     name, number = request.request_id, sent.prefill
     source, target = self._engines[number], self._engines[sent.engine]
-    assert self._hand_overs is not None
     assert isinstance(source, contract.PrefixEngine)
     assert isinstance(target, contract.PrefixEngine)
     missed = await self._hand_overs.encode(request, source, target, sent.known)
     self._table.encoded(name, missed.reason if missed else "")
-    if self._table.is_left:
+    if self._table.any_leaving:
       self._ended.fire()
     if missed is not None:
       if missed.reason == "lost":
@@ -307,17 +311,18 @@ class Router:
     Raises:
       ValueError: no such request is in flight.
     """
-    self._aborts.abort(request_id)
-    if self._hand_overs is not None:
-      self._hand_overs.abort(request_id)
-    self._opened.fire()
     if request_id is None:
+      self._aborted = dict.fromkeys(self._aborted, True)
       for number in self._table.serving:
         self._engines[number].abort(None)
-      return
-    # It may just have ended there, or be on its way to another engine.
-    with contextlib.suppress(ValueError):
-      self._engines[self._table.engine_of(request_id)].abort(request_id)
+    else:
+      contract.find(self._aborted, request_id)
+      self._aborted[request_id] = True
+      # It may just have ended there, or be on its way to another engine.
+      with contextlib.suppress(ValueError):
+        self._engines[self._table.engine_of(request_id)].abort(request_id)
+    self._hand_overs.abort(request_id)
+    self._opened.fire()
 
   def begun(self, request_id: str) -> int | None:
     """Returns the version of a request's first token, if it has one.
@@ -562,7 +567,7 @@ class Router:
 
   def describe(self) -> dict[str, float]:
     """Returns metrics; see `routing_table.RoutingTable.describe`."""
-    if self._hand_overs is None:
+    if not self._table.splits_phases:
       return self._table.describe()
     return self._table.describe() | self._hand_overs.describe()
 
@@ -593,48 +598,6 @@ class Router:
   def _emit(self, kind: str, **fields: Any) -> None:
     if self._log is not None:
       self._log.emit(kind, **fields)
-
-
-class Aborts:
-  """Remembers aborted requests, also while they move between engines.
-
-  A request is between two engines when its own has stopped: none of them would
-  hear of an abort then.
-  """
-
-  def __init__(self):
-    self._aborted: dict[str, bool] = {}
-
-  @contextlib.contextmanager
-  def asking(self, request_id: str) -> Iterator[None]:
-    """Knows a request as in flight in the body of a `with`.
-
-    Raises:
-      ValueError: a request of this name is in flight; raised by the `with`.
-    """
-    if request_id in self._aborted:
-      raise ValueError(f"request {request_id} is already in flight")
-    self._aborted[request_id] = False
-    try:
-      yield
-    finally:
-      del self._aborted[request_id]
-
-  def abort(self, request_id: str | None) -> None:
-    """Marks a request as aborted; None marks all in flight.
-
-    Raises:
-      ValueError: no such request is in flight.
-    """
-    if request_id is None:
-      self._aborted = dict.fromkeys(self._aborted, True)
-    else:
-      contract.find(self._aborted, request_id)
-      self._aborted[request_id] = True
-
-  def aborted(self, request_id: str) -> bool:
-    """Returns True if a request in flight was aborted."""
-    return self._aborted[request_id]
 
 
 class Signal(asyncio.Event):

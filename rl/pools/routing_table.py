@@ -196,8 +196,8 @@ class RoutingTable:
     return self.of(*_SERVING)
 
   @property
-  def is_left(self) -> bool:
-    """True while an engine is to leave, and has not."""
+  def any_leaving(self) -> bool:
+    """True while an engine that was told to leave is still there."""
     return bool(self._leaving)
 
   @property
