@@ -300,18 +300,10 @@ def _places(shardings: Any, params: Any, dtype: Dtype) -> list[Any]:
   marks = jax.tree_util.tree_map_with_path(
     lambda path, _: mark if _scale_axes(dtype, path) is None else pair, params
   )
-  flat: list[jax.sharding.Sharding | None] = []
-  jax.tree.map(
-    lambda place, part: flat.extend([place] * len(jax.tree.leaves(part))),
-    shardings,
-    marks,
-    is_leaf=lambda node: node is None,
+  whole = jax.tree.broadcast(shardings, marks, lambda node: node is None)
+  return jax.tree.leaves(
+    whole, lambda node: node is None or quantize.is_quantized(node)
   )
-  rest = iter(flat)
-  return [
-    jax.tree.map(lambda _: next(rest), mark)
-    for mark in jax.tree.leaves(marks, is_leaf=quantize.is_quantized)
-  ]
 
 
 def _sent(leaf: Any, copy: Any) -> _Sent | None:
