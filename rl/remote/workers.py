@@ -1,4 +1,4 @@
-"""Processes that connect to this one: who may, and those that it starts.
+"""Processes that connect to this one: those that it starts, and guests.
 
   start --> child: python -m launch.worker, told where and by which token
               |
@@ -13,6 +13,7 @@ nothing is left. A guest ends with its connection.
 """
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import hmac
@@ -86,89 +87,73 @@ def _check_code(name: str, code: str) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Worker:
   """A process that a backend has started for this one.
 
-  Args:
-    log_bytes: of those that had its log before.
-
   Attributes:
-    name: of it, in errors and of its log.
+    name: in errors, and of its log.
+    log_bytes: length of the log when it started.
   """
 
-  def __init__(
-    self,
-    name: str,
-    process: backends.Started,
-    log: pathlib.Path,
-    log_bytes: int = 0,
-  ):
-    self.name = name
-    self._process = process
-    self._log = log
-    self._log_bytes = log_bytes
+  name: str
+  process: backends.Started
+  log: pathlib.Path
+  log_bytes: int = 0
 
   @property
   def pid(self) -> int:
     """Number of the process, if it is one of this host."""
-    assert isinstance(self._process, local.LocalProcess)
-    assert self._process.pid is not None
-    return self._process.pid
+    assert isinstance(self.process, local.LocalProcess)
+    assert self.process.pid is not None
+    return self.process.pid
 
   @property
   def ended(self) -> bool:
     """True once the process has ended."""
-    return self._process.code() is not None
+    return self.process.code() is not None
 
   def last_words(self) -> str:
     """Returns how it ended, with the last lines of its log."""
-    code = backends.wait(self._process, 0.5)
+    code = backends.wait(self.process, 0.5)
     state = "still runs" if code is None else f"ended with code {code}"
-    if self._process.reason:
-      state = f"has no process: {self._process.reason}"
+    if self.process.reason:
+      state = f"has no process: {self.process.reason}"
     try:
-      text = self._log.read_bytes()[self._log_bytes :].decode(errors="replace")
+      text = self.log.read_bytes()[self.log_bytes :].decode(errors="replace")
       lines = text.splitlines()[-_LOG_LINES:]
       found = "\n".join(["ends:", *lines]) if lines else "is empty"
     except FileNotFoundError:
       found = "is gone"
-    where = self._process.place and f" on {self._process.place}"
-    return f"{self.name}{where} {state}; its log, {self._log}, {found}"
+    where = self.process.place and f" on {self.process.place}"
+    return f"{self.name}{where} {state}; its log, {self.log}, {found}"
 
   async def end(self, gently: bool) -> None:
     """Ends it, after a while if it may end by itself until then."""
     if gently:
-      await asyncio.to_thread(backends.wait, self._process, _LEAVE_S)
+      await asyncio.to_thread(backends.wait, self.process, _LEAVE_S)
     await asyncio.to_thread(self.kill)
 
   def kill(self) -> None:
     """Ends it at once."""
-    self._process.kill()
-    backends.wait(self._process, _CLOSE_S)
+    self.process.kill()
+    backends.wait(self.process, _CLOSE_S)
 
 
+@dataclasses.dataclass(eq=False)
 class Guest:
   """A process that others have started, and that asks for work.
 
-  Args:
-    name: of the process and its host.
-
   Attributes:
+    name: of the process and its host.
     pid: number of the process.
   """
 
-  def __init__(
-    self,
-    socket: websockets_server.ServerConnection,
-    name: str,
-    pid: int,
-    watchdog: watchdog_lib.Watchdog,
-  ):
-    self.pid = pid
-    self._name = name
-    self._socket = socket
-    self._watchdog = watchdog
-    self._running: asyncio.Task[None] | None = None
+  socket: websockets_server.ServerConnection
+  name: str
+  pid: int
+  watchdog: watchdog_lib.Watchdog
+  _running: asyncio.Task[None] | None = None
 
   async def start(
     self, name: str, task: str, *, hears: Mapping[str, Any]
@@ -179,31 +164,31 @@ class Guest:
       NotStarted: it is gone.
     """
     try:
-      await self._socket.send(wire.pack([name, task]))
+      await self.socket.send(wire.pack([name, task]))
     except websockets.ConnectionClosed as error:
       raise NotStarted(f"{self.last_words()}: {error}") from error
     stream = connection.Connection(
-      self._socket, name=name, hears=hears, watchdog=self._watchdog
+      self.socket, name=name, hears=hears, watchdog=self.watchdog
     )
     self._running = asyncio.create_task(self._run(stream), name=name)
     return stream
 
   async def _run(self, stream: connection.Connection) -> None:
     await stream.run()
-    await self._socket.close()
+    await self.socket.close()
 
   def last_words(self) -> str:
     """Returns how it ended."""
-    return f"{self._name}, which had joined, has ended or was cut off"
+    return f"{self.name}, which had joined, has ended or was cut off"
 
   async def refuse(self, reason: str) -> None:
     """Ends its connection as a failure."""
-    await self._socket.close(1011, reason)
+    await self.socket.close(1011, reason)
 
   async def end(self, gently: bool) -> None:
     """Ends its connection, and it with that."""
     del gently
-    await self._socket.close()
+    await self.socket.close()
 
 
 class _Expected(NamedTuple):
