@@ -43,8 +43,8 @@ abort: they end with the tokens they have.
 recompute: they keep their tokens; keys and values are computed again.
 keep_kv: they keep tokens, keys and values. Faster, but later tokens attend to
   keys and values of older weights (`Completion.oldest_kv`), so no forward pass
-  of a single version gives their log-probabilities. Later requests begin
-  without those, also the next turn of a session; sglang-jax keeps prefixes.
+  of a single version gives their log-probabilities. Later requests, the next
+  turn of a session included, begin without those; sglang-jax keeps prefixes.
 """
 
 SwitchStep = Literal["decode_suspended", "switched", "decode_resumed"]
@@ -102,7 +102,7 @@ class TokenMatcher(Protocol):
   """
 
   def deep_copy(self) -> "TokenMatcher":
-    """Returns a matcher in the same state, which goes on apart."""
+    """Returns an independent matcher in the same state."""
     ...
 
   def compute_bitmask(self) -> bytes:
@@ -114,7 +114,7 @@ class TokenMatcher(Protocol):
     ...
 
   def try_consume_tokens(self, tokens: list[int]) -> int:
-    """Goes on by the first ids, as far as they fit; returns their number."""
+    """Consumes as many of the first ids as fit; returns their number."""
     ...
 
   def is_accepting(self) -> bool:
@@ -122,7 +122,7 @@ class TokenMatcher(Protocol):
     ...
 
   def get_error(self) -> str:
-    """Returns why the matcher cannot go on, or ""."""
+    """Returns the reason why the matcher cannot go on, or ""."""
     ...
 
 
@@ -210,7 +210,7 @@ class Completion:
     decode_s: seconds from acceptance to the last token.
     first_token_s: seconds from acceptance until the first token was on the
       host; 0 without tokens.
-    queue_s: those of them in which it waited for a slot.
+    queue_s: seconds of these in which it waited for a slot.
     oldest_kv: lowest version of the keys and values that the last id attended
       to: its own, or an older one after `keep_kv`; -1 if unknown.
     experts: of every id of the conversation, N + T; -1 where unknown, as for
@@ -263,12 +263,12 @@ class EngineStats:
   Attributes:
     version: of the served weights.
     running, waiting: requests.
-    prefilled_tokens: ids of context that were encoded, also repeatedly.
+    prefilled_tokens: ids of context that were encoded, repeats included.
     cached_tokens: ids of context that were in the cache instead.
-    drafted_tokens, right_drafts: tokens that were guessed ahead, and those of
-      them that were sampled; see `settings.EngineSettings.speculative_tokens`.
+    drafted_tokens, right_drafts: tokens that were guessed ahead, and how many
+      of them were sampled; see `settings.EngineSettings.speculative_tokens`.
     preemptions: requests that gave up their pages to others and went on later.
-    pages, free_pages: of the cache, and those of them that hold nothing.
+    pages, free_pages: of the cache, and how many of them hold nothing.
     paused_s: seconds in which decoding stood still for new weights.
   """
 
@@ -411,12 +411,12 @@ def check_same_tree(old: Any, new: Any) -> None:
 
 
 def ignore_step(step: SwitchStep) -> None:
-  """Hears of the steps of a switch and forgets them."""
+  """Ignores a step of a switch."""
 
 
 @contextlib.contextmanager
 def switching(on_step: Callable[[SwitchStep], None]) -> Generator[None]:
-  """Tells the steps of a switch around the body, which takes the weights."""
+  """Reports the steps of a switch around its body, which takes the weights."""
   on_step("decode_suspended")
   try:
     yield
@@ -564,7 +564,7 @@ class LeavingEngine(DecodeEngine, Protocol):
   """An engine that can be told from elsewhere to leave its run."""
 
   async def told_to_leave(self) -> None:
-    """Returns once it is; `close` then waits for it to end by itself.
+    """Returns once it is told; `close` then waits for it to end by itself.
 
     Raises:
       EngineClosed: the engine stopped.
@@ -601,9 +601,9 @@ class PrefixEngine(DecodeEngine, Protocol):
     start: int = 0,
     priority: tuple[int, ...] = (),
   ) -> contextlib.AbstractAsyncContextManager[PrefixPages]:
-    """Encodes all ids but the last; yields pages that are there until the end.
+    """Encodes all ids but the last; yields pages that last until the end.
 
-    They may be fewer where others needed the room, or new weights came.
+    There may be fewer if others needed the room, or new weights came.
 
     Args:
       start: ids before which no page is asked for.
@@ -619,8 +619,8 @@ class PrefixEngine(DecodeEngine, Protocol):
     """Adds the pages to its prefix cache, in which a request finds them.
 
     Returns:
-      "" or the reason for which it has not: "version" where it serves another,
-      "room" where no pages are free, "gap" where it lacks ids before `start`.
+      "" or the reason why it has not: "version" if it serves another, "room"
+      if no pages are free, "gap" if it lacks ids before `start`.
 
     Raises:
       ValueError: they cannot be read.

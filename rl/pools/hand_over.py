@@ -5,8 +5,8 @@
         |                  +--> target.import_prefix: into its prefix cache
         +<-- "", or why the target has to encode the prompt itself
 
-Nothing of this can fail a request: the target finds in its prefix cache what
-has arrived, and encodes the rest.
+No failure here fails a request: the target finds in its prefix cache what has
+arrived, and encodes the rest.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class HandOvers:
     target: contract.PrefixEngine,
     known: int = 0,
   ) -> Missed | None:
-    """Returns when the target has the prompt, or None of it will come.
+    """Returns when the target has the prompt, or none of it will come.
 
     Args:
       known: ids that the target has seen; of the last it may have no keys and

@@ -114,7 +114,7 @@ class Membership:
   async def leave(self, number: int) -> None:
     """Lets an engine go; returns once it has left, or was lost.
 
-    Of one that leaves already nothing is asked again.
+    Returns at once if it is leaving already.
     """
     if number in self._leaving:
       return

@@ -28,7 +28,7 @@ BACKENDS = (
   ray_cluster.Ray,
   xm_experiment.Xm,
 )
-"""Those that a setting can name."""
+"""Backends that a setting can name."""
 _WIRE = ("websockets", "msgpack")
 
 Kind = Literal["compute", "bandwidth", "any"]

@@ -376,7 +376,7 @@ class Router:
   async def stage(self, number: int, params: Any) -> None:
     """Brings weights to an engine, before `update_weights` is given the same.
 
-    Of an engine of this process they are there; a lost one takes none.
+    In an engine of this process they are there already; a lost one takes none.
     """
     engine = self._engines[number]
     if isinstance(engine, contract.StagingEngine) and not self.lost(number):
@@ -385,7 +385,7 @@ class Router:
 
   @contextlib.asynccontextmanager
   async def _drained(self, number: int) -> AsyncGenerator[None]:
-    """Holds new sessions off an engine, from when it has none."""
+    """Keeps new sessions off an engine; the body runs once it has none."""
     engine, table = self._engines[number], self._table
     table.drain(number)
     try:
@@ -522,7 +522,7 @@ class Router:
     """Takes an engine out of use, once nothing is asked of it any more.
 
     It gets no new session, and its own end, or move between two requests where
-    engines do not drain. While no other engine serves, it goes on.
+    engines do not drain. While no other engine serves, it stays in use.
 
     Returns:
       False if it was lost meanwhile.

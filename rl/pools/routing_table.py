@@ -85,7 +85,8 @@ class Counts:
     prompts_repeated: sessions that began elsewhere than others of their group,
       so that one more engine encodes their prompt.
     prefills: requests that a pool of `role=prefill` encoded.
-    prefills_missed: those that it should have, by the reason.
+    prefills_missed: requests that it should have encoded and did not, by the
+      reason.
   """
 
   sessions: collections.Counter[tuple[str, str]] = dataclasses.field(

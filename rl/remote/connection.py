@@ -22,8 +22,8 @@ from rl.runtime import watchdog as watchdog_lib
 
 _CLOSE_S = 2.0
 _SEND_S = 30.0
-"""Time in which the other side takes a piece. A WebSocket's heartbeats wait
-behind it, so they never find a process that has stopped meanwhile."""
+"""Longest time until the other side takes a piece. A WebSocket's heartbeats
+wait behind it, so they never find a process that has stopped meanwhile."""
 _PIECE, _MAX_BYTES = 16 << 20, 1 << 30
 _LAST, _MORE = b"\0", b"\1"
 
@@ -56,10 +56,6 @@ class Socket(Protocol):
     ...
 
 
-Handler = Callable[..., Any]
-"""Serves a call: a coroutine function, or an async generator function."""
-
-
 class Connection:
   """One side of a stream; all methods belong to one event loop.
 
@@ -67,7 +63,8 @@ class Connection:
 
   Args:
     name: of the other side, in errors.
-    serves: handlers of the other side's calls, by name.
+    serves: handlers of the other side's calls, by name: coroutine functions or
+      async generator functions.
     hears: handlers of its notices; called at once, in order.
     before_answering: called before an answer or an item is sent; what it
       posts goes first.
@@ -79,7 +76,7 @@ class Connection:
     socket: Socket,
     *,
     name: str,
-    serves: Mapping[str, Handler] | None = None,
+    serves: Mapping[str, Callable[..., Any]] | None = None,
     hears: Mapping[str, Callable[..., None]] | None = None,
     before_answering: Callable[[], None] = lambda: None,
     watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,

@@ -3,7 +3,7 @@
   RemoteEngines.admit --write--> RUN/.join --read--> launch.worker --join=RUN
 
 Only the user who has launched the run can read it. Where the run listens on
-this host only, so must those be who join it.
+its own host only, engines must join from that host.
 """
 
 import json
@@ -28,7 +28,7 @@ def write(run_dir: pathlib.Path, address: str, token: str) -> None:
 
 
 def remove(run_dir: pathlib.Path) -> None:
-  """Removes the address of a run, if it is there."""
+  """Removes the address of a run, if there is one."""
   (run_dir / FILE).unlink(missing_ok=True)
 
 

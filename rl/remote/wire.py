@@ -58,7 +58,7 @@ def unpack(data: bytes) -> Any:
   """Returns the value of some bytes, whose arrays may be written to.
 
   Raises:
-    Malformed: they are none that `pack` has made.
+    Malformed: `pack` has not made them.
   """
   try:
     return msgpack.unpackb(data, ext_hook=_restored, use_list=False)

@@ -328,7 +328,7 @@ def _sample_with_drafts(
   steps: Int32[Array, ""],
   first: _Loop,
 ) -> _Loop:
-  """Does what `_sample_on` does, by as many tokens a step as drafts are right.
+  """Does what `_sample_on` does; each right draft adds a token to its step.
 
   Keys and values of wrong drafts lie behind the last token, where nobody looks
   before they are overwritten.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 NONE = -1
-"""In the place of an id: no draft."""
+"""Stands for no draft, in the place of an id."""
 
 
 def propose(

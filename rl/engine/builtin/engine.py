@@ -155,7 +155,7 @@ class BuiltinEngine:
       self._free()
 
   def _free(self) -> None:
-    """Lets go of the devices' memory, behind the programs that still run."""
+    """Frees the devices' memory, after the programs that still run."""
     self._params = None
     # Errors hold the arguments of the programs that raised them.
     self._in_flight.clear()
@@ -501,7 +501,7 @@ class BuiltinEngine:
     self._num_dispatches += 1
     shape = choice.num_rows, choice.chunks
     program = shape, dispatch.lists_top
-    # Time that goes into compiling is no decoding.
+    # Time spent compiling is not decoding.
     name = "decode" if program in self._compiled else "warm up"
     self._compiled.add(program)
     result = self._thread.submit(

@@ -407,7 +407,7 @@ class SglangEngine:
         return
 
   def _record_step(self, began_s: float, ended_s: float) -> None:
-    # Time that goes into compiling is no decoding.
+    # Time spent compiling is not decoding.
     name = "decode" if self._is_warm else "warm up"
     self._thread.record(name, began_s, ended_s)
 
