@@ -137,6 +137,10 @@ class _Refused(Exception):
   """The reason why a host will not take a program, now or later."""
 
 
+class _Full(Exception):
+  """The reason why a host will not take a program now."""
+
+
 class _AddressedProcess(followed.Followed):
   def __init__(
     self,
@@ -161,26 +165,19 @@ class _AddressedProcess(followed.Followed):
         name = host.joined(*where)
         with self._launcher.counted(where):
           try:
-            stream = socket.create_connection(where, _CONNECT_S)
-          except OSError as error:
+            code = self._play(where)
+          except _Refused as error:
+            refused[where] = f"{name} refuses it: {error}"
+          # Through a tunnel, a host that is gone takes a connection.
+          except (_Full, OSError) as error:
+            if self._begun.is_set():
+              self._launcher.add(where, 1)
+              raise followed.NotPlaced(f"{name} was lost: {error}") from error
             why.append(f"{name}: {error}")
-            continue
-          with contextlib.closing(host.JsonLines(stream)) as lines:
-            try:
-              code = self._play(lines, name)
-            except _Refused as error:
-              refused[where] = f"{name} refuses it: {error}"
-              continue
-            except OSError as error:
-              if self._begun.is_set():
-                self._launcher.add(where, 1)
-                raise followed.NotPlaced(f"{name} was lost: {error}") from error
-              code = str(error)  # As through a tunnel to a host that is gone.
-          if isinstance(code, int):
+          else:
             # The next one would come here first, and fail as well.
             self._launcher.add(where, int(code != 0))
             return code
-          why.append(f"{name}: {code}")
       if len(refused) == len(self._launcher.by_load()):
         raise followed.NotPlaced("; ".join(refused.values()))
       if not self.has_time_left(begin_s, self._place_s):
@@ -189,24 +186,24 @@ class _AddressedProcess(followed.Followed):
           f"no host has taken it in {self._place_s:g} s; {'; '.join(why)}"
         )
 
-  def _play(self, lines: host.JsonLines, name: str) -> int | str:
-    """Returns the code of the program, or why a full host has refused it."""
-    lines.send(token=self._token, program=host.sent(self.program))
-    while True:
-      # Not before its number is known: then it has begun.
-      for number in self._taken() if self._begun.is_set() else []:
-        lines.send(signal=number)
-      if self._killed.is_set() and not self._begun.is_set():
-        raise followed.NotPlaced("it was ended before it had a place")
-      for told in lines.take(_LOOK_S):
-        if "pid" in told:
-          self.place = name
-          self._begun.set()
-        if "refused" in told and told.get("full"):
-          return str(told["refused"])
-        if "refused" in told:
-          raise _Refused(told["refused"])
-        self._write(str(told.get("output", "")).encode())
-        if "code" in told:
-          self.reason = str(told.get("reason") or "")
-          return int(told["code"])
+  def _play(self, where: tuple[str, int]) -> int:
+    """Returns the code of the program, run by a host."""
+    stream = socket.create_connection(where, _CONNECT_S)
+    with contextlib.closing(host.JsonLines(stream)) as lines:
+      lines.send(token=self._token, program=host.sent(self.program))
+      while True:
+        # Not before its number is known: then it has begun.
+        for number in self._taken() if self._begun.is_set() else []:
+          lines.send(signal=number)
+        if self._killed.is_set() and not self._begun.is_set():
+          raise followed.NotPlaced("it was ended before it had a place")
+        for told in lines.take(_LOOK_S):
+          if "pid" in told:
+            self.place = host.joined(*where)
+            self._begun.set()
+          if "refused" in told:
+            raise (_Full if told.get("full") else _Refused)(told["refused"])
+          self._write(str(told.get("output", "")).encode())
+          if "code" in told:
+            self.reason = str(told.get("reason") or "")
+            return int(told["code"])

@@ -21,6 +21,7 @@ HANDLED = {
   "launch.http.disconnect:ClientGone",
   "launch.run.log_retention:_Ending",
   "launch.run.warm_start_files:WarmStartStopped",
+  "rl.backends.addresses:_Full",
   "rl.backends.addresses:_Refused",
   "rl.engine.sglang.scheduler_thread:_Closed",
   "rl.loop.coordinator:Stopped",
