@@ -141,7 +141,7 @@ class SglangEngine:
 
   async def close(self) -> None:
     """Stops; requests in flight raise EngineClosed."""
-    self._fail(contract.EngineClosed("the engine was closed"))
+    self._fail("the engine was closed")
     if self._watching is not None:
       self._watching.cancel()
     if self._bridge is not None:
@@ -399,10 +399,8 @@ class SglangEngine:
       silent = time.monotonic() - self._open_bridge.last_seen
       if silent > self._sizes.patience_s:
         self._fail(
-          contract.EngineClosed(
-            f"sglang-jax took no step for {silent:.0f} s; if it compiles for "
-            f"so long, raise engine.patience_s={self._sizes.patience_s}"
-          )
+          f"sglang-jax took no step for {silent:.0f} s; if it compiles for so "
+          f"long, raise engine.patience_s={self._sizes.patience_s}"
         )
         return
 
@@ -412,20 +410,17 @@ class SglangEngine:
     self._thread.record(name, began_s, ended_s)
 
   def _on_death(self, error: BaseException) -> None:
-    self._fail(
-      contract.EngineClosed(f"sglang-jax's scheduler raised {error!r}")
-    )
+    self._fail(f"sglang-jax's scheduler raised {error!r}")
 
   def _check_open(self) -> None:
     if self._closed is not None:
       raise contract.EngineClosed(str(self._closed))
 
-  def _fail(self, error: contract.EngineClosed) -> None:
+  def _fail(self, reason: str) -> None:
     if self._closed is not None:
       return
-    self._closed = error
-    self._requests.fail(error)
-    if self._bridge is not None:
-      for done in self._jobs:
-        if not done.done():
-          done.set_exception(contract.EngineClosed(str(error)))
+    self._closed = contract.EngineClosed(reason)
+    self._requests.fail(self._closed)
+    for done in self._jobs:
+      if not done.done():
+        done.set_exception(contract.EngineClosed(reason))

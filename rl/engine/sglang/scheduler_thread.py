@@ -19,21 +19,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from rl.data import trajectory
 from rl.engine import sampling
 
 _LOOK_S = 1.0
-_END: dict[str, Literal["stop", "length", "abort"]] = {
-  "stop": "stop",
-  "length": "length",
-  "abort": "abort",
-}
+_END: dict[str, trajectory.Stop] = {x: x for x in get_args(trajectory.Stop)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class Output:
   version: int
   flushed: int
   cached: int
-  end: Literal["stop", "length", "abort"] | None
+  end: trajectory.Stop | None
 
 
 class _Closed(Exception):
