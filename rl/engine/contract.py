@@ -426,12 +426,12 @@ def switching(on_step: Callable[[SwitchStep], None]) -> Generator[None]:
 
 
 @runtime_checkable
-class DecodeEngine(Protocol):
+class Sampler(Protocol):
   """Samples answers; all methods belong to one event loop."""
 
   @property
   def capabilities(self) -> Capabilities:
-    """Its abilities."""
+    """Its abilities; of several engines those that all of them share."""
     ...
 
   async def generate(self, request: DecodeRequest) -> Completion:
@@ -468,6 +468,15 @@ class DecodeEngine(Protocol):
       ValueError: no such request is in flight.
     """
     ...
+
+  def stats(self) -> EngineStats:
+    """Returns the counters; of several engines their sums."""
+    ...
+
+
+@runtime_checkable
+class DecodeEngine(Sampler, Protocol):
+  """A sampler whose weights can be replaced while it serves."""
 
   async def pause(self) -> None:
     """Stops decoding and returns when no device step runs.
@@ -510,10 +519,6 @@ class DecodeEngine(Protocol):
 
   async def flush_cache(self) -> None:
     """Drops every cached prefix that no running request uses."""
-    ...
-
-  def stats(self) -> EngineStats:
-    """Returns the counters."""
     ...
 
   async def close(self) -> None:
@@ -630,17 +635,11 @@ class PrefixEngine(DecodeEngine, Protocol):
 
 
 @runtime_checkable
-class SessionRouter(Protocol):
+class SessionRouter(Sampler, Protocol):
   """Engines as one, for episodes and served agents: `pools.router.Router`.
 
   A conversation is a session: `begin`, requests that carry its name, `end`.
-  Methods that `DecodeEngine` has too do the same here.
   """
-
-  @property
-  def capabilities(self) -> Capabilities:
-    """Abilities that all engines share."""
-    ...
 
   async def begin(
     self, session: str, domain: str, engine: int = -1, group: str = ""
@@ -664,26 +663,6 @@ class SessionRouter(Protocol):
 
   def end(self, session: str) -> None:
     """Ends a session, also one that has ended."""
-    ...
-
-  async def generate(self, request: DecodeRequest) -> Completion:
-    """Samples one answer."""
-    ...
-
-  def stream(self, request: DecodeRequest) -> AsyncGenerator[Delta]:
-    """Yields an answer as it is sampled."""
-    ...
-
-  def abort(self, request_id: str | None) -> None:
-    """Ends a request with what it has; None ends all of them."""
-    ...
-
-  def begun(self, request_id: str) -> int | None:
-    """Returns the version of a request's first token, if it has one."""
-    ...
-
-  def stats(self) -> EngineStats:
-    """Returns the counters of all engines."""
     ...
 
 

@@ -114,13 +114,13 @@ def build(
   plan.floats[: len(floats)] = floats
   num_continuing = sum(state.remaining > 0 for state in choice.rows)
   return Dispatch(
-    choice.rows,
-    fed,
-    starts,
-    choice.chunks,
-    num_continuing,
-    plan,
-    version,
-    masks,
-    any(state.request.top_logprobs for state in choice.rows),
+    rows=choice.rows,
+    fed=fed,
+    starts=starts,
+    chunks=choice.chunks,
+    num_continuing=num_continuing,
+    plan=plan,
+    version=version,
+    masks=masks,
+    lists_top=any(state.request.top_logprobs for state in choice.rows),
   )
