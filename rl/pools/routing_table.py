@@ -118,6 +118,7 @@ class RoutingTable:
     counts: of the decisions so far.
     one_version: engines drain before they take weights, so that all tokens of
       a session are of one version.
+    splits_phases: some engines are there to encode for others.
   """
 
   def __init__(
@@ -128,6 +129,7 @@ class RoutingTable:
   ):
     self.counts = Counts()
     self.one_version = False
+    self.splits_phases = any(info.role == "prefill" for info in infos)
     self._affinity = affinity.Affinity(infos, routing)
     self._min_prefill_ids = routing.min_prefill_ids
     self._num_sessions = [0] * len(infos)
@@ -174,11 +176,6 @@ class RoutingTable:
   def infos(self) -> tuple[placement.EngineInfo, ...]:
     """Pool, kind and role of every engine."""
     return self._affinity.infos
-
-  @property
-  def splits_phases(self) -> bool:
-    """True if some engines are there to encode for others."""
-    return any(info.role == "prefill" for info in self.infos)
 
   @property
   def load(self) -> list[int]:
