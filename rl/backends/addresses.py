@@ -41,7 +41,7 @@ class KnownAddresses:
   shares_memory = False
 
   def validate(self) -> None:
-    """Raises ValueError on an address that is none."""
+    """Raises ValueError on what is not an address."""
     if not self.at:
       raise ValueError(
         "placement.backend.at names no host; start `python -m launch.host` on "

@@ -267,7 +267,7 @@ def read_program(data: dict[str, Any], log: pathlib.Path) -> contract.Program:
   """Returns the program that another host asks for, with a log here.
 
   Raises:
-    TypeError, ValueError: it is none, or not one of this project.
+    TypeError, ValueError: it is not a program, or not one of this project.
   """
   arguments, variables = data["arguments"], data["environment"]
   texts = [data["told"], *arguments, *variables, *variables.values()]

@@ -144,7 +144,7 @@ class DecodeRequest:
       probability at the temperature; 1 is all.
     min_p: choose among ids at least this fraction as probable as the best, at
       the temperature; 0 is all.
-    stop_ids: sampling ends behind the first of them, which is kept.
+    stop_ids: sampling ends after the first of them, which is kept.
     seed: 32 bits, signed; decides the noise of every token, together with its
       position, so the rest of the batch does not matter.
     bias: added to the logits before an id is chosen, -inf forbids it; one

@@ -540,7 +540,7 @@ def _host_memory() -> Memory:
 
 
 def has_plugin(platform: str) -> bool:
-  """Returns whether jax has the package by which it uses a platform."""
+  """Returns whether jax has its plugin for a platform."""
   if platform == "tpu":
     return importlib.util.find_spec("libtpu") is not None
   found = importlib.metadata.entry_points(group="jax_plugins")

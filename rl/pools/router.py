@@ -36,7 +36,7 @@ from rl.pools import (
 )
 
 _ALIKE = affinity.Routing()
-# An engine that was lost meanwhile is no error where nothing is asked of it.
+# A lost engine is not an error where nothing is asked of it.
 _UNLESS_LOST = contextlib.suppress(contract.EngineClosed)
 
 
@@ -162,7 +162,7 @@ class Router:
   ) -> contract.Completion:
     """Samples one answer; see `contract.DecodeEngine`.
 
-    A request is self-contained: when its engine stops, another starts it anew.
+    A request is self-contained: when its engine stops, another starts it again.
 
     Raises:
       EngineClosed: every engine has stopped, and none will come back.

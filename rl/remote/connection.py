@@ -172,7 +172,7 @@ class Connection:
     return Failed(f"{self._name} raised {kind} in {method!r}: {text}")
 
   def post(self, notice: str, *args: Any) -> None:
-    """Sends a notice behind all that was sent before, if the stream lasts."""
+    """Sends a notice after all that was sent before, if the stream lasts."""
     self._send("notice", notice, args)
 
   def _send(self, *message: Any) -> None:
@@ -233,7 +233,7 @@ class Connection:
     is_waiting = False
     while True:
       for kind, *rest in wire.unpack(await self._received()):
-        # A call begins before a notice behind it is heard; but all calls of a
+        # A call begins before a notice after it is heard; but all calls of a
         # message begin together, so that an engine decodes them together.
         # The next message may lie there already, and is then read at once.
         if is_waiting and kind != "call":

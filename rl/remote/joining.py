@@ -55,7 +55,7 @@ def read(run_dir: pathlib.Path, is_alive: bool) -> tuple[str, str]:
     is_alive: some process works on it, by its directory.
 
   Raises:
-    Refused: it lets nobody in here.
+    Refused: no engine of this host can join it.
   """
   try:
     where = json.loads((run_dir / FILE).read_text())

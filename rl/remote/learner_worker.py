@@ -132,7 +132,7 @@ class LearnerWorker:
       the tokens of a row), of as many blocks as these are split into.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would take SIGTERM and let nobody see it.
+    # It would swallow SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
       address,

@@ -28,7 +28,7 @@ class RemoteArray:
   It also stands for all sums of an update, which have no shape.
 
   Attributes:
-    number: by which they know it.
+    number: its name in the gang.
     shape, dtype: of the whole array.
   """
 

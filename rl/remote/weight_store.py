@@ -41,7 +41,7 @@ class StoredFile:
   """The memory of some tensors; freed when nothing refers to it any more.
 
   Attributes:
-    path: by which other processes of the same user open it.
+    path: at which other processes of the same user open it.
     nbytes: of the header and all tensors.
   """
 

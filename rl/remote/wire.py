@@ -38,7 +38,7 @@ _NUMBERS = {
 
 
 class Malformed(ValueError):
-  """Bytes that are no value, or a value that cannot be sent."""
+  """Bytes that hold no value, or a value that cannot be sent."""
 
 
 def pack(value: Any) -> bytes:

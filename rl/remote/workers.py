@@ -343,7 +343,7 @@ class Workers:
   def _refusal(
     self, socket: websockets_server.ServerConnection, request: Any
   ) -> Any:
-    """Returns a refusal for whoever does not know the token."""
+    """Refuses a client that does not know the token."""
     given = request.headers.get("Authorization", "")
     if hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
       return None

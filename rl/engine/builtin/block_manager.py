@@ -187,7 +187,7 @@ class BlockManager:
 
   def cancel(self, table: PageTable) -> None:
     """Undoes `begin`, before a page was copied and anything was fed."""
-    table.cached = _open_node(table).length  # The copy is no part of it.
+    table.cached = _open_node(table).length  # The copy is not part of it.
     self.end(table, np.zeros(0, np.int32))
 
   def _insert(self, table: PageTable, ids: Int32[np.ndarray, " N"]) -> None:

@@ -330,8 +330,8 @@ def _sample_with_drafts(
 ) -> _Loop:
   """Does what `_sample_on` does; each right draft adds a token to its step.
 
-  Keys and values of wrong drafts lie behind the last token, where nobody looks
-  before they are overwritten.
+  Keys and values of wrong drafts lie after the last token, and are overwritten
+  before they are read.
   """
 
   def proposing(loop: _Loop) -> _Drafted:
@@ -522,7 +522,7 @@ def _record_kept(
   """Appends the choices of a step that are kept, the first of each row.
 
   Args:
-    choices: n of each row; those behind drafts come after the first.
+    choices: n of each row; those after drafts follow the first.
     experts: of the ids that were fed, each one before its choice.
   """
   row = jnp.arange(len(is_kept), dtype=jnp.int32)[:, None]

@@ -35,7 +35,7 @@ def propose(
   )
   ends = (history == second).at[:, 1:].min(history[:, :-1] == first)
   ends &= (order > 0) & (order < known[:, None] - 1)
-  # One behind the last place where both stand; 0 without any.
+  # One past the last place where both stand; 0 if there is none.
   start = jnp.max(jnp.where(ends, order + 1, 0), 1, keepdims=True)
   place = start + jnp.arange(num_drafts, dtype=jnp.int32)
   is_known = (start > 0) & (place < known[:, None])
@@ -53,7 +53,7 @@ def num_right(
   """Returns how many drafts in a row are what was sampled in their place.
 
   Args:
-    tokens: sampled behind the last token, and behind each draft.
+    tokens: sampled after the last token, and after each draft.
   """
   right = is_fed & (drafts == tokens[:, :-1])
   return jnp.cumprod(right, 1, dtype=jnp.int32).sum(1, dtype=jnp.int32)

@@ -229,7 +229,7 @@ class BuiltinEngine:
 
   # Prefixes for other engines, and from them.
   # A page is held within one step of the event loop only: programs of a mesh
-  # run in order, so whoever gets it next writes it behind them.
+  # run in order, so whoever gets it next writes it after them.
 
   @contextlib.asynccontextmanager
   async def export_prefix(
@@ -240,7 +240,7 @@ class BuiltinEngine:
   ) -> AsyncGenerator[contract.PrefixPages]:
     """Yields the pages of a prompt; see `contract.PrefixEngine`.
 
-    One token is sampled behind them and dropped.
+    One token is sampled after them and dropped.
     """
     self._check_open()
     size, end = self._shapes.page_size, len(ids) - 1
@@ -512,7 +512,7 @@ class BuiltinEngine:
     return True
 
   def _on_completed(self, result: asyncio.Future[decode_step.Sampled]) -> None:
-    # Asked for, lest asyncio warns: only the first failure is raised.
+    # Read, or asyncio would warn: only the first failure is raised.
     result.exception()
     self._wake.set()
 

@@ -296,7 +296,7 @@ def _with_masks(
   rows: Int32[Array, " M"],
   bits: UInt8[Array, "M bytes"],
 ) -> Float32[Array, "slots V"]:
-  """Returns the table with masks in some rows; rows behind its end vanish."""
+  """Returns the table with masks in some rows; rows past its end vanish."""
   allowed = jnp.unpackbits(
     bits, axis=1, count=biases.shape[1], bitorder="little"
   )

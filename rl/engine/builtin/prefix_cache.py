@@ -47,7 +47,7 @@ class PrefixTree:
   """Prefixes whose keys and values are in pages.
 
   A user of a node keeps it and its ancestors. All other nodes are in `idle`,
-  each behind its children, so that the first is always a leaf.
+  each after its children, so that the first is always a leaf.
 
   Attributes:
     root: the empty prefix; always in use.

@@ -185,7 +185,7 @@ def choose(
   first = context[: chunks[0]]
   room = num_rows - len(first)
   if room < len(decoding):
-    # In turns, lest some begin only when others have ended, and end alone.
+    # In turns, or some would begin when others have ended, and end alone.
     decoding.sort(key=lambda state: (state.last_dispatch, -state.remaining))
   rows = [*first, *decoding[:room]]
   num_rows = next(

@@ -68,7 +68,7 @@ class EngineSettings:
     checks.at_least(self, 0, *names, where="engine")
     checks.at_least(self, 1, "speculative_rows", where="engine")
     if self.speculative_tokens:
-      # One token comes before the first draft, and one behind it.
+      # One token comes before the first draft, and one after it.
       out = "to feed drafts, or use engine.speculative_tokens=0"
       checks.at_least(self, 3, "steps_per_dispatch", where="engine", out=out)
     checks.below(self, 1, "batching_delay_s", where="engine")

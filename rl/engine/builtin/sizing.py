@@ -44,7 +44,7 @@ def lines(
   slots, drafts = sizes.slots, extras.num_drafts
   pages, size = sizes.num_pages(config.max_length), sizes.page_size
   parts = layout.num_batch
-  # A step of drafted rows samples behind each draft too.
+  # A step of drafted rows samples after each draft too.
   drafted = min(slots, extras.draft_rows) if drafts else 0
   rows, sampled = (
     -(-count // parts) for count in (slots, max(slots, drafted * (1 + drafts)))

@@ -93,7 +93,7 @@ def leave_out_prompt_logprobs() -> None:
     return
 
   def plain(cls: type, batch: Any, mesh: Any = None) -> Any:
-    # Prompts of another length would have another shape, and compile anew.
+    # Prompts of another length would have another shape, and compile again.
     nothing = {"return_logprob": False, **dict.fromkeys(prompts)}
     kept = {name: getattr(batch, name) for name in nothing}
     vars(batch).update(nothing)

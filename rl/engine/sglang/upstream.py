@@ -22,7 +22,7 @@ from rl.engine.sglang import requests as sglang_requests
 from rl.engine.sglang import weights as sglang_weights
 
 SPARE_IDS = 8
-"""Positions that its checks of lengths keep free behind a conversation."""
+"""Positions that its checks of lengths keep free after a conversation."""
 # Its watchdog kills our parent process; we have our own.
 _NEVER_S = 1e8
 

@@ -80,8 +80,8 @@ def config_json(
 def name_of(path: str) -> str:
   """Returns the name under which `convert` makes the leaf at a key path.
 
-  Releases and models differ in the root and in what the projection behind
-  attention is called.
+  Releases and models differ in the root and in the name of the projection
+  after attention.
   """
   parts = re.findall(r"\w+", path)
   parts = parts[parts[0] in ("model", "transformer") :]
