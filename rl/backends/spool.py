@@ -91,7 +91,8 @@ class SpooledProcess(followed.Followed):
   def _watch(self, directory: pathlib.Path, job: QueuedJob) -> int:
     beat_s = ended_s = killed_s = time.monotonic()
     has_ended = False
-    for number in itertools.count():
+    looks = itertools.count()
+    while True:
       time.sleep(_LOOK_S)
       if place := _text(directory / "began"):
         self.place = place
@@ -105,7 +106,7 @@ class SpooledProcess(followed.Followed):
       with (directory / "signals").open("a") as file:
         file.writelines(f"{number}\n" for number in self._taken())
       # A job that has ended has told its code, but disks may show it late.
-      if not number % 10:
+      if not next(looks) % 10:
         has_ended = job.ended()
       if not has_ended:
         ended_s = now
@@ -120,7 +121,6 @@ class SpooledProcess(followed.Followed):
       # Its host is lost, or the queue has put its job back for another one.
       elif now > killed_s + _KILL_S:
         raise followed.NotPlaced(f"it was ended; {job.describe()}")
-    raise AssertionError
 
 
 def _beat(directory: pathlib.Path) -> None:
@@ -128,10 +128,8 @@ def _beat(directory: pathlib.Path) -> None:
 
 
 def _read_code(directory: pathlib.Path) -> int | None:
-  try:
-    return int((directory / "code").read_text())
-  except FileNotFoundError:
-    return None
+  code = _text(directory / "code")
+  return int(code) if code else None
 
 
 def run(directory: str) -> int:
