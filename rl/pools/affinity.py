@@ -118,12 +118,8 @@ class Sample(NamedTuple):
 
   def plus(self, other: "Sample", keep: float = 1.0) -> "Sample":
     """Returns the sum, with this one weighted by `keep`."""
-    return Sample(
-      keep * self.prefill_s + other.prefill_s,
-      keep * self.encoded + other.encoded,
-      keep * self.decode_s + other.decode_s,
-      keep * self.sampled + other.sampled,
-    )
+    pairs = zip(self, other, strict=True)
+    return Sample(*(keep * mine + theirs for mine, theirs in pairs))
 
 
 def sample(
