@@ -295,7 +295,7 @@ class Router:
       self._ended.fire()
     if missed is not None:
       if missed.reason == "lost":
-        self._lose_that(number, source, missed.text)
+        self._lose(number, source, missed.text)
       self._emit(
         "prefill_missed",
         session=request.session,
@@ -434,19 +434,15 @@ class Router:
     try:
       yield
     except contract.EngineClosed as error:
-      self._lose_that(number, engine, str(error))
+      self._lose(number, engine, str(error))
       raise
 
-  def _lose_that(
+  def _lose(
     self, number: int, engine: contract.DecodeEngine, reason: str
   ) -> None:
-    if engine is self._engines[number]:  # Not its replacement.
-      self._lose(number, reason)
-
-  def _lose(self, number: int, reason: str) -> None:
-    if self.lost(number):
+    if not self._is_still(number, engine):
       return
-    self._table.lose(number, self._engines[number].stats().version)
+    self._table.lose(number, engine.stats().version)
     self._emit("engine_lost", engine=number, reason=reason)
     self._awaited.add(number)
     if self.on_lost is None:
@@ -554,7 +550,7 @@ class Router:
     self._log = None  # Closed engines are not lost ones.
     self.on_lost = None
     for number in self._table.serving:  # So that nothing moves to the next.
-      self._lose(number, "the pool was closed")
+      self._lose(number, self._engines[number], "the pool was closed")
     for number in tuple(self._awaited):
       self.give_up(number, "the pool was closed")
     await pool_stats.close(self._engines)

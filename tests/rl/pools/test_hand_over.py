@@ -191,7 +191,7 @@ async def test_a_session_moves_whose_engine_came_back_newer_in_a_hand_over():
     ask(pooled, "b", "a", (*ids, 2, 6, 5, 3, 5, 8, 9))
   )
   await asyncio.sleep(0.5)  # It is encoded elsewhere.
-  pooled._lose(0, "it broke")
+  pooled._lose(0, pooled.engines[0], "it broke")
   await pooled.update_weights(1, 1, None, "drain")
   again = Phased(scripted_engine.one_of((5, 6), word_chat.END))
   await again.start(None, 1)

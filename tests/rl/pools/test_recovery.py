@@ -289,7 +289,7 @@ async def test_a_restart_waits_for_a_place_as_the_first_start_does(place_s):
   settings = dataclasses.replace(QUICK, attempts=2)
   pool = Pool(settings, build=slow, place_s=place_s)
   await pool.lose(0)
-  pool.router._lose(0, "its host is gone")
+  pool.router._lose(0, pool.router.engines[0], "its host is gone")
   await asyncio.sleep(90)
   found = pool.restarts.restarts, pool.restarts.given_up
   assert found == (1, int(not place_s))
@@ -303,7 +303,7 @@ async def test_an_engine_that_is_given_up_at_once_is_closed():
     ended.append(lost)
 
   lost.close = close
-  pool.router._lose(0, "it is silent")
+  pool.router._lose(0, pool.router.engines[0], "it is silent")
   await asyncio.sleep(1)
   assert (ended == [lost], pool.restarts.given_up) == (True, 1)
 

@@ -504,7 +504,7 @@ async def test_an_engine_that_comes_back_while_it_drains_needs_no_weights():
   back = pools.engine((5,))
   await back.update_weights(1, None)
   # Both at once, so that the update sees only that it is another.
-  pooled._lose(1, "it was closed")
+  pooled._lose(1, pooled.engines[1], "it was closed")
   pooled.recover(1, back)
   assert await pooled.begin("c", "") == 1
   pooled.end("a")
