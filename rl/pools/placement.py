@@ -150,8 +150,8 @@ class Placement:
       "decode".
     replicas, decode_kind, decode_cost, decode_processes, decode_python: of that
       pool; see `DecodePool`.
-    learner_processes: among which the learner's devices are divided; 1 is this
-      process, more are all of their own.
+    learner_processes: processes that share the learner's devices; 1 is this
+      process, more are processes of their own.
     backend: starts the processes of learner and engines: `local` or `xm` on
       this host, and `addresses`, `slurm` or `ray` on others.
     more: further pools. Each follows on the devices of those before it, unless

@@ -39,8 +39,8 @@ class EngineSettings:
       repeats itself and few rows decode.
     speculative_rows: most rows of a dispatch that has drafts.
     record_experts: return the chosen experts with answers that ask for them.
-    compile_ahead: compile every shape before serving. Otherwise each is when it
-      is first needed, and rows wait for it.
+    compile_ahead: compile every shape before serving. Otherwise each is
+      compiled when it is first needed, and rows wait for it.
   """
 
   short_name: ClassVar[str] = "built_in"
