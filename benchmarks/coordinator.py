@@ -147,6 +147,7 @@ class _Run:
         seed=0,
         progress_timeout_s=60.0,
         success=1.0,
+        num_engines=len(self._router.engines),
         group_filter=group_filters.keep_all,
       ),
       trainer=trainer,

@@ -517,6 +517,7 @@ def coordinate(
       seed=experiment.seed,
       progress_timeout_s=experiment.progress_timeout_s,
       success=experiment.evaluation.success,
+      num_engines=len(parts.engines),
       group_filter=group_filters.group_filter(
         experiment.algorithm.dynamic_sampling, experiment.algorithm.advantage
       ),

@@ -815,10 +815,10 @@ CAUSES = (
     why="A run goes on with the settings that it was started with. Only those"
     " that change nothing in what was learned may differ: rounds, evaluation,"
     " retention, bounds, recovery, tracker, max_skipped, progress_timeout_s,"
-    " log_startup, engine.slots, the learner's mesh, and the processes of the"
-    " placement.",
+    " log_startup, engine.slots and the placement.",
     cure="To go on, use the config.json of the run; for another run, another"
-    " directory. The code of the config file may change between the two.",
+    " directory, to which launch.export and --config.initial take the weights."
+    " The code of the config file may change between the two.",
     code_block="twinmesh train --config=runs/first/config.json"
     " --workdir=runs/first",
     of=("launch.cli.workdir:_check_same", "launch.sweep:_check_place"),

@@ -80,10 +80,7 @@ _MAY_CHANGE = (
   "tracker",
   "warm_start.checkpoint_every",
   "engine.slots",
-  "placement.learner.",
-  "placement.learner_processes",
-  "placement.decode_processes",
-  "placement.backend",
+  "placement.",
 )
 _MAY_CHANGE_BEFORE = ("optimizer.learning_rate", "optimizer.schedule")
 """Until a run has rounds: `flags.load` refuses them where there are none."""
@@ -106,8 +103,8 @@ def claim(
     SettingError: the directory cannot be written, as on a full disk, or has a
       path that checkpoints cannot have, another process uses it, it holds
       records of something else, or a run with other settings. Settings that
-      change nothing in what was learned, or only rounding (mesh and processes
-      of the learner, slots of the engine), may differ: see `_MAY_CHANGE`.
+      change nothing in what was learned, or only rounding (placement, slots
+      of the engine), may differ: see `_MAY_CHANGE`.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.

@@ -365,7 +365,12 @@ class _Run(progress_lib.RunObserver):
     if not progress.next_group and segments.num_bytes(log):
       # The coordinator sees a fresh run and cannot know that a killed process
       # has logged part of its first round.
-      parts.log.emit("resumed", trained=progress.trained, next_group=0)
+      parts.log.emit(
+        "resumed",
+        trained=progress.trained,
+        next_group=0,
+        engines=len(parts.engines),
+      )
     return progress
 
   def _note_tokenizer(self) -> None:

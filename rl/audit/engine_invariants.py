@@ -44,6 +44,9 @@ class SwitchesEnclosed(invariant.Invariant):
     self._lost.discard(event["engine"])
     self._engines.discard(event["engine"])
 
+  def _on_resumed(self, event: event_log.Event) -> None:
+    self._engines &= set(range(event["engines"]))
+
   def _on_publish_start(self, event: event_log.Event) -> None:
     self._open, self._steps = event["version"], {}
 
@@ -140,6 +143,10 @@ class ServedVersions(invariant.Invariant):
     if event.get("restarted"):
       self._since = event["version"]
       self._served.clear()
+
+  def _on_resumed(self, event: event_log.Event) -> None:
+    self._since = event["trained"]
+    self._served.clear()
 
   def _serves(self, engine: int) -> int:
     return self._served.get(engine, self._since)
@@ -338,6 +345,14 @@ class Members(invariant.Invariant):
     for engines in (self._serving, self._leaving, self._lost):
       engines.discard(engine)
     self._left_t[engine] = event["t"]
+
+  def _on_resumed(self, event: event_log.Event) -> None:
+    own = set(range(event["engines"]))
+    self._serving &= own
+    self._decoding &= own
+    # One that had joined may have had the number of one of the run's own.
+    for engine in self._left_t.keys() & own:
+      del self._left_t[engine]
 
   def _on_engine_lost(self, event: event_log.Event) -> None:
     engine = event["engine"]

@@ -48,7 +48,8 @@ Kinds of events and their fields, all with `t` seconds since the log began:
   prefill_missed  session, engine, reason  that engine should have encoded a
                  request, and its own does
   source_too_slow  group, attempt, source, task, attempts  too old, too often
-  resumed        trained, next_group      a restart goes on after so many rounds
+  resumed        trained, next_group, engines            a restart goes on after
+               so many rounds, with so many engines of its own
   restored       group, attempt, tokens, first_version    ready before a restart
 
 A group is a place in the order of submission, and attempts at it follow one
@@ -477,6 +478,8 @@ class Survivors:
         yield {**at, "kind": "published", "version": each, "restarted": True}
       self._begun = self._served = version
     yield from (at | one for one in self._engines.restart())
+    if "engines" in event:  # Logs of before have no such field.
+      yield event | {"trained": version}
 
   def to_host(self, groups: Collection[int], floor: int) -> dict[str, Any]:
     """Returns its state as JSON data; `Survivors` of it take the rest.

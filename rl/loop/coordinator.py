@@ -55,6 +55,7 @@ class LoopSettings:
   """Settings of the loop; see `experiment.Experiment`.
 
   Attributes:
+    num_engines: of the run itself, which a restart may change.
     group_filter: drops groups that teach nothing; others are played instead.
     settle_every: rounds after which all in flight is held and the engines and
       the clock begin anew, so that a checkpoint holds all that the rest of the
@@ -66,6 +67,7 @@ class LoopSettings:
   seed: int
   progress_timeout_s: float
   success: float
+  num_engines: int
   group_filter: group_filters.GroupFilter
   settle_every: int = 0
 
@@ -172,7 +174,10 @@ class Coordinator:
     self._trainer.restore(progress.state)
     if progress.next_group:
       self._log.emit(
-        "resumed", trained=progress.trained, next_group=progress.next_group
+        "resumed",
+        trained=progress.trained,
+        next_group=progress.next_group,
+        engines=self._settings.num_engines,
       )
     self._log.listeners.append(self._note)
     self._spans.listeners.append(self._meter.add)

@@ -477,6 +477,7 @@ class _Run:
         seed=settings.seed,
         progress_timeout_s=settings.progress_timeout_s,
         success=1.0,
+        num_engines=len(self.router.engines),
         group_filter=group_filters.keep_all,
       ),
       trainer=simulated_learner.SimulatedTrainer(

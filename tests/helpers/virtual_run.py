@@ -333,6 +333,7 @@ class Run:
         seed=self.seed,
         progress_timeout_s=self.progress_timeout_s,
         success=1.0,
+        num_engines=len(self.engines),
         group_filter=group_filters.group_filter(
           self.dynamic_sampling, advantages.Grpo()
         ),

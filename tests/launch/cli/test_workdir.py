@@ -118,6 +118,7 @@ def test_a_saved_run_tells_what_must_not_change(tmp_path, experiment):
     "recovery.start_s": "900",
     "engine.slots": "2",
     "placement.learner.data": "2",
+    "placement.replicas": "2",
     "log_startup": "true",
   }
   changed = overrides.apply(experiment, allowed)

@@ -1,6 +1,7 @@
 """Tests of the coordinator: every schedule, in virtual time."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -20,10 +21,10 @@ from tests.helpers import players_under_test as players
 from tests.helpers import virtual_run
 
 
-def later(event):
-  """Returns the event as one log of both runs would have it."""
+def later(event, by_s=1e3):
+  """Returns the event as one log of all runs would have it."""
   times = ("t", "start", "end")
-  return {k: v + 1e3 if k in times else v for k, v in event.items()}
+  return {k: v + by_s if k in times else v for k, v in event.items()}
 
 
 def uneven(priority):
@@ -309,6 +310,31 @@ def test_a_stopped_run_goes_on_without_losing_or_repeating_a_group(name):
   trained = [group.group_id for group in (*first.groups, *again.groups)]
   assert len(set(trained)) == len(trained) == 16
   log = [*first.log.events, *map(later, again.log.events)]
+  assert checker.violations(event_log.surviving(log), schedule, 2) == []
+
+
+@pytest.mark.parametrize("name", ["sync", "in flight, 3", "bounded"])
+def test_a_run_goes_on_with_fewer_engines_and_then_with_more(name):
+  schedule = virtual_run.SCHEDULES[name]
+  log, saved = [], None
+
+  class Stopping(virtual_run.Observer):
+    async def on_round(self, trained):
+      await super().on_round(trained)
+      if trained.metrics["round"] in (2, 4):
+        run.loop.stop()
+
+  for number, engines in enumerate((2, 1, 3)):
+    run = virtual_run.Run(
+      schedule, 6, delay_s=uneven, num_engines=engines, observer=Stopping()
+    )
+    with contextlib.suppress(coordinator.Stopped):
+      run.start(saved)
+    saved = run.observer.last
+    log += [later(event, 1e3 * number) for event in run.log.events]
+  assert saved
+  assert saved.trained == 6
+  assert {event.get("engine") for event in log} >= {0, 1, 2}
   assert checker.violations(event_log.surviving(log), schedule, 2) == []
 
 
