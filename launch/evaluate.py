@@ -49,7 +49,7 @@ def main() -> None:
       flags.override("evaluation.temperature", f"{temperature}", "temperature")
     experiment = workdir.read_trained(_RUN.value)
     experiment = flags.apply(experiment, flags.overrides_of_run())
-    load_run.prepare(experiment)
+    load_run.prepare(experiment, _RUN.value)
   run_dir = pathlib.Path(_RUN.value)
   with steps.Steps(sys.stderr) as shown:
     step, outcome = asyncio.run(_evaluate(experiment, run_dir, shown.phase))

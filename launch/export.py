@@ -68,7 +68,7 @@ def main() -> None:
     _check_place(target, source)
     if _ADAPTER.value:
       _check_adapter(experiment, source)
-    load_run.prepare(experiment)
+    load_run.prepare(experiment, _RUN.value)
   run_dir = pathlib.Path(_RUN.value)
   with steps.Steps(sys.stderr) as shown:
     step = asyncio.run(_export(experiment, run_dir, target, shown.phase))

@@ -86,7 +86,7 @@ def read_run(
   """
   experiment = workdir.read_trained(run_dir)
   experiment = overrides.apply(experiment, changes)
-  load_run.prepare(experiment)
+  load_run.prepare(experiment, run_dir)
   # Unlike those of the run, conversations may be as long as the model's.
   return assemble.fit(experiment, experiment.model.max_length)
 

@@ -235,6 +235,7 @@ def _loaded(run: "Run") -> experiment.Experiment:
   try:
     settings = flags.load(run.path, run.overrides)
     workdir.check_initial(run.directory, settings)
+    settings.validate_teacher()
     return settings
   except ValueError as error:
     error.args = (f"{run} of sweep(): {error}",)

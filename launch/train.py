@@ -65,6 +65,7 @@ def main() -> None:
     lock = None
     if not (_EXPLAIN.value and explain.is_absent(experiment.initial)):
       workdir.check_initial(_WORKDIR.value, experiment)
+      experiment.validate_teacher()
     if not _EXPLAIN.value:
       experiment = _prepared(experiment)
       # Last: it writes, and clears a run without checkpoints.

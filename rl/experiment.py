@@ -273,8 +273,8 @@ class Experiment:
 
     Checks each part once, however often it is called: by the command line, and
     by `assemble` for a tree that was built in Python. The checkpoints of
-    `initial` and of a teacher are left to `validate_initial`, as only a run
-    that trains needs them.
+    `initial` and of a teacher are left to `validate_initial` and
+    `validate_teacher`, as only a run that trains needs them.
     """
     _ = self._is_valid
 
@@ -299,13 +299,16 @@ class Experiment:
     self._validate_experts()
     return True
 
+  def validate_teacher(self) -> None:
+    """Raises ValueError when there is a teacher that cannot be used."""
+    if isinstance(self.algorithm.reference, references.Teacher):
+      self.algorithm.reference.check()
+
   def validate_initial(self) -> None:
-    """Raises ValueError when weights of others that it names cannot be used.
+    """Raises ValueError when the weights to begin with cannot be used.
 
     Reads headers and config.json only; touches no device.
     """
-    if isinstance(self.algorithm.reference, references.Teacher):
-      self.algorithm.reference.check()
     try:
       if self.initial is not None:
         load.check(self.initial, self.model)

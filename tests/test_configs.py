@@ -100,7 +100,8 @@ def test_the_student_is_much_smaller_than_the_teacher_that_it_names(
   # Its words are the teacher's ids.
   assert student.environment == teacher.environment
   with pytest.raises(ValueError, match=r"reference\.directory=.*hf:") as error:
-    student.validate_initial()
+    student.validate_teacher()
+  student.validate_initial()  # A trained one is used without.
   # It names the commands that the file does, in one line.
   text = file.read_text().replace("\\\\\n    ", "")
   commands = re.findall(r"^python -m .*teacher.*$", text, re.MULTILINE)
@@ -109,7 +110,7 @@ def test_the_student_is_much_smaller_than_the_teacher_that_it_names(
   # Another directory is told of as ever.
   other = overrides.override(student, "algorithm.reference.directory", "no")
   with pytest.raises(ValueError, match="directory does not exist"):
-    other.validate_initial()
+    other.validate_teacher()
 
 
 def test_an_unknown_role_is_told_the_others():

@@ -266,9 +266,19 @@ def check_initial(
   Raises:
     ValueError: as `Experiment.validate_initial`.
   """
-  is_needed = experiment.model.lora is not None
-  if is_needed or not path or not has_saved(path):
+  is_saved = bool(path) and has_saved(path)
+  if is_saved and experiment.model.lora is None:
+    return
+  try:
     experiment.validate_initial()
+  except ValueError as error:
+    if is_saved:
+      error.args = (
+        f"{error}\nthe adapters of {path} need that model; if it was moved, "
+        "train with --config.initial=DIR, and for other commands set initial "
+        f"in {path}/config.json",
+      )
+    raise
 
 
 def checkpoints(path: str | os.PathLike, of: str = CHECKPOINTS) -> list[str]:
@@ -436,6 +446,8 @@ def forbidden_changes(
     experiment = experiment.with_auto_dtype(dtype)
   may_change = _MAY_CHANGE + (() if before.rounds else _MAY_CHANGE_BEFORE)
   changes = overrides.difference(before, experiment)
+  if before.model.lora is not None:
+    may_change += ("initial:",)  # By their checksums the weights are the same.
   return [line for line in changes if not line.startswith(may_change)]
 
 

@@ -1,10 +1,11 @@
 """Loads the newest checkpoint of a run for evaluation, export or serving."""
 
 import contextlib
+import os
 import pathlib
 from collections.abc import AsyncIterator
 
-from launch.cli import jax_setup
+from launch.cli import jax_setup, workdir
 from launch.gateway import agent_server
 from models.hf import load
 from rl import assemble, initial_state
@@ -13,14 +14,17 @@ from rl.runtime import checkpoint
 from twinmesh import error_codes
 
 
-def prepare(experiment: experiment_lib.Experiment) -> None:
+def prepare(
+  experiment: experiment_lib.Experiment, run_dir: str | os.PathLike[str]
+) -> None:
   """Checks the settings of a run, and starts jax on the devices it needs.
 
   Raises:
     ValueError: a setting cannot work, here or at all.
   """
   experiment.validate()
-  experiment.validate_initial()
+  workdir.check_initial(run_dir, experiment)
+  experiment.build_chat()
   experiment.validate_installed()
   jax_setup.prepare(experiment.placement)
   assemble.fit(experiment)

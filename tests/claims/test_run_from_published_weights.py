@@ -74,8 +74,26 @@ def test_what_adapters_were_trained_on_must_stay(tmp_path):
     (tmp_path / "fresh", whole),
     ("", whole),
   ):
-    with pytest.raises(ValueError, match=r"^initial=.*\n.* does not exist"):
+    with pytest.raises(
+      ValueError, match=r"^initial=.*\n.* does not exist"
+    ) as e:
       workdir.check_initial(path, experiment)
+    hint = f"set initial in {run}/config.json"
+    assert str(e.value).endswith(hint) == (path == run)
+
+
+def test_adapters_go_on_with_a_model_that_was_moved(tmp_path):
+  whole = settings(tmp_path / "before")
+  model = dataclasses.replace(whole.model, lora=lora.Lora(rank=2))
+  adapted = dataclasses.replace(whole, model=model)
+  for name, experiment in (("whole", whole), ("adapted", adapted)):
+    run = tmp_path / name
+    workdir.claim(run, experiment).close()
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    moved = dataclasses.replace(experiment, initial=str(tmp_path / "now"))
+    is_refused = bool(workdir.forbidden_changes(run, moved))
+    # Checksums tell whether it is the same, and nothing tells of the other.
+    assert is_refused == (experiment is whole)
 
 
 def test_weights_that_are_no_numbers_end_the_program_with_a_way_out(
