@@ -11,6 +11,7 @@ from models.hf import load
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
 from rl.runtime import checkpoint
+from rl.train import train_state
 from twinmesh import error_codes
 
 
@@ -36,6 +37,8 @@ async def restored(
 ) -> AsyncIterator[tuple[assemble.Parts, checkpoint.Restored]]:
   """Yields the parts of a run, not started yet, and its newest checkpoint.
 
+  Of its state only the parameters are read.
+
   Exits the process if no checkpoint can be read, or if the frozen weights it
   needs are missing, damaged or changed.
   """
@@ -43,7 +46,10 @@ async def restored(
   saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
   try:
     try:
-      found = await initial_state.restore(parts, saved)
+      # The rest is of a learner that goes on, and several times as large.
+      whole = parts.programs.abstract
+      policy = train_state.TrainState(whole.params, (), whole.updates)
+      found = await initial_state.restore(parts, saved, policy)
     except load.Unusable as error:
       code = error_codes.code_of(error)
       error_codes.fail(f"initial={error}", code)
