@@ -48,7 +48,7 @@ _START_S = 1800.0
 """Longest start: programs are compiled in it."""
 _CLOSE_S = 5.0
 _CALL_S = 300.0
-"""Longest transfer, switch or checksum."""
+"""Longest transfer, switch or checksum, unless a run waits longer."""
 _NEVER = contract.EngineStats(
   version=-1, running=0, waiting=0, sampled_tokens=0, prefilled_tokens=0
 )
@@ -69,6 +69,7 @@ class RemoteEngine:
     spans: gets the work of its devices.
     thread: writes weights to shared memory; the caller closes it.
     guest: the worker, if others have started it.
+    call_s: longest transfer, switch or checksum.
   """
 
   def __init__(
@@ -80,6 +81,7 @@ class RemoteEngine:
     thread: mesh_thread.MeshThread,
     spans: trace.Trace,
     guest: workers_lib.Guest | None = None,
+    call_s: float = _CALL_S,
   ):
     able = task.engine.capabilities(task.model)
     # A grammar's state is an object of this process.
@@ -90,6 +92,7 @@ class RemoteEngine:
     self._store = store
     self._thread = thread
     self._spans = spans
+    self._call_s = call_s
     self._requests: dict[str, _Request] = {}
     self._stats = _NEVER
     self._behind_s = math.inf  # Of its clock, behind that of this process.
@@ -201,9 +204,12 @@ class RemoteEngine:
     return self._stream
 
   async def _call(
-    self, method: str, *args: Any, deadline_s: float = _CALL_S
+    self, method: str, *args: Any, deadline_s: float | None = None
   ) -> Any:
     """Returns the worker's answer.
+
+    Args:
+      deadline_s: another than that of all calls.
 
     Raises:
       EngineClosed: it is lost, and this one with it.
@@ -211,7 +217,8 @@ class RemoteEngine:
     """
     stream = self._check_open()
     try:
-      return await stream.call(method, *args, deadline_s=deadline_s)
+      limit_s = deadline_s or self._call_s
+      return await stream.call(method, *args, deadline_s=limit_s)
     except (connection.Lost, connection.Failed) as error:
       raise await self._why_lost(error) from error
 
@@ -370,7 +377,7 @@ class RemoteEngine:
       self._on_step = on_step
       try:
         # A drain takes as long as the longest answer.
-        limit_s = math.inf if in_flight == "drain" else _CALL_S
+        limit_s = math.inf if in_flight == "drain" else None
         tensors = _tensors(stored)
         await self._call(
           "serve", version, tensors, in_flight, deadline_s=limit_s
@@ -417,6 +424,7 @@ class RemoteEngines:
     thread: writes weights to shared memory; the caller closes it.
     spans: gets the work of their devices.
     backend: starts their processes.
+    call_s: longest transfer, switch or checksum.
 
   Raises:
     Unreachable: the backend cannot be reached.
@@ -431,8 +439,10 @@ class RemoteEngines:
     watchdog: watchdog_lib.Watchdog = watchdog_lib.UNHEARD,
     *,
     backend: backends.Backend,
+    call_s: float = _CALL_S,
   ):
     self._run_dir = run_dir
+    self._call_s = call_s
     self._thread = thread
     self._spans = spans
     log_dir = run_dir and run_dir / "workers"
@@ -460,6 +470,7 @@ class RemoteEngines:
       self._thread,
       self._spans,
       guest,
+      self._call_s,
     )
 
   async def admit(self, join: Join) -> None:
@@ -512,4 +523,6 @@ def of_experiment(
     spans,
     watchdog,
     backend=experiment.placement.backend,
+    # Before the run gives up its wait for the publish: then only one is lost.
+    call_s=max(_CALL_S, experiment.progress_timeout_s / 2),
   )

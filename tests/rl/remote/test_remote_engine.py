@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,13 @@ from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.pools import affinity, placement, router
 from rl.remote import engine_worker, remote_engine, weight_store, workers
-from rl.runtime import mesh_thread, trace
-from tests.helpers import machine_speed, processes, tiny_engine
+from rl.runtime import mesh_thread, trace, watchdog
+from tests.helpers import (
+  counting_runs,
+  machine_speed,
+  processes,
+  tiny_engine,
+)
 
 pytestmark = pytest.mark.process
 
@@ -187,3 +193,29 @@ def test_work_on_another_host_has_its_place_on_the_clock_of_this_one():
   engine._hear_spans([("decode", "decode", 1010.0, 1010.5)], 1011.0)
   found = [(span.start, span.end) for span in spans.spans]
   assert found == [(3.5, 4.5), (5.5, 6.0)]
+
+
+@pytest.mark.parametrize(("wait_s", "call_s"), [(100.0, 300.0), (4e3, 2e3)])
+async def test_a_run_that_waits_longer_gives_its_engines_longer(wait_s, call_s):
+  settings = counting_runs.experiment(
+    tiny_engine.DENSE,
+    progress_timeout_s=wait_s,
+    placement=placement.Placement(decode_processes=1),
+  )
+  limits = []
+
+  class Stream:
+    async def call(self, method, *args, deadline_s):
+      limits.append(deadline_s)
+
+  with contextlib.closing(
+    mesh_thread.MeshThread("host", trace.Trace(None))
+  ) as t:
+    remote = remote_engine.of_experiment(
+      settings, None, t, trace.Trace(None), watchdog.UNHEARD
+    )
+    engine = remote.build(0, settings.placement.engine_infos[0])
+    stream: Any = Stream()
+    engine._stream = stream
+    await engine.flush_cache()
+  assert limits == [call_s]
