@@ -470,6 +470,7 @@ class Sweep:
       run for run in runs if rule is None or not run.note
     )
     self._active: list[Run] = []
+    self._ended = len(runs) - len(self._waiting)
     self._number = 0
     self._is_told = False
 
@@ -539,8 +540,10 @@ class Sweep:
       self._measure(run)
       return
     self._active.remove(run)
-    if code == 0 or run.note or self._number:
-      self._report_ended()
+    if code == 0 or run.note:
+      self._end()
+      return
+    if self._number:  # It was stopped, and goes on with the sweep.
       return
     where = run.process.place and f"on {run.process.place}, "
     why = run.process.reason or f"{where}see log.txt"
@@ -557,12 +560,14 @@ class Sweep:
     else:
       run.why = why
       _keep_failure(run, code)
-      self._report_ended()
+      self._end()
+
+  def _end(self) -> None:
+    self._ended += 1
+    self._report_ended()
 
   def _report_ended(self) -> None:
-    total = len(self._runs)
-    ended = total - len(self._waiting) - len(self._active)
-    self._report(f"runs that have ended: {ended}/{total}")
+    self._report(f"runs that have ended: {self._ended}/{len(self._runs)}")
 
   def _measure(self, run: Run) -> None:
     """Stops a run that the rule finds wanting."""

@@ -180,9 +180,11 @@ class Scripted(sweep_lib.Run):
     return dataclasses.replace(program, log=super().program().log)
 
 
-def play(runs, parallel, attempts, rule=None):
+def play(runs, parallel, attempts, rule=None, report=lambda text: None):
   launcher = local.Local().open(pathlib.Path())
-  return sweep_lib.Sweep(runs, parallel, attempts, rule, launcher).play()
+  return sweep_lib.Sweep(
+    runs, parallel, attempts, rule, launcher, report
+  ).play()
 
 
 def scripted(tmp_path, *scripts):
@@ -196,8 +198,7 @@ def scripted(tmp_path, *scripts):
 def test_it_tells_how_many_runs_have_ended(tmp_path):
   told = []
   runs = scripted(tmp_path, "", "sys.exit(1)")
-  launcher = local.Local().open(pathlib.Path())
-  sweep_lib.Sweep(runs, 1, 1, None, launcher, told.append).play()
+  play(runs, 1, 1, report=told.append)
   assert told == [f"runs that have ended: {ended}/2" for ended in (0, 1, 2)]
 
 
@@ -290,9 +291,10 @@ def test_a_signal_stops_what_runs_and_starts_nothing_more(
       time.sleep(0.3)
 
   threading.Thread(target=interrupt).start()
-  began = time.monotonic()
-  assert play(runs, 2, 3) == signal.SIGINT
+  began, phases = time.monotonic(), []
+  assert play(runs, 2, 3, report=phases.append) == signal.SIGINT
   assert time.monotonic() < began + 30
+  assert phases == ["runs that have ended: 0/3"]
   assert [run.attempts for run in runs] == [1, 1, 0]
   processes = [run.process for run in runs[:2]]
   assert all(one and one.code() is not None for one in processes)
