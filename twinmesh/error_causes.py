@@ -1075,7 +1075,9 @@ CAUSES = (
     " line says what did not hold, and where.",
     cure="This is a bug of Twinmesh, or a log that was edited. Keep the"
     " directory, and report the lines with the config; do not trust the"
-    " figures of the run.",
+    " figures of the run. Where the line says that the log has nothing of some"
+    " rounds, it was lost as the directory was moved: events.jsonl and events/"
+    " belong to the checkpoints.",
     code_block="twinmesh report --check=runs/first",
   ),
   Cause(

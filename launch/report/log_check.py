@@ -407,7 +407,7 @@ def _read(path: pathlib.Path, reader: "LogReader") -> Verdict:
     ) from error
 
 
-_GIVEN = ("_promised", "_bound", "_ledgers", "_checker")
+_GIVEN = ("_promised", "_bound", "_ledgers", "_checker", "_gap")
 
 
 def _state(text: str, name: str) -> Any:
@@ -446,6 +446,7 @@ class LogReader:
     self._lags: collections.Counter[int] = collections.Counter()
     self._faults: collections.Counter[str] = collections.Counter()
     self._num_cut = self._num_garbled = 0
+    self._gap = ""
     self.rounds = 0
 
   @property
@@ -522,6 +523,13 @@ class LogReader:
       self.rounds = max(self.rounds, event["version"] + 1)
     elif event["kind"] == "fault":
       self._faults[event["status"]] += 1
+    elif event["kind"] == "resumed" and event["trained"] > self.rounds:
+      self._gap = self._gap or (
+        f"the log has nothing of rounds {self.rounds + 1} to "
+        f"{event['trained']}, after which a restart went on: it was removed, "
+        "or copied at another time than the checkpoints, so it cannot be "
+        "checked"
+      )
 
   def verdict(
     self, log: event_log.LogFile, survivors: event_log.Survivors
@@ -538,6 +546,8 @@ class LogReader:
       violations.append(
         f"{self._num_garbled} lines in the middle of the log are not events"
       )
+    if self._gap:  # Whatever else is wrong may follow from it.
+      violations = [self._gap]
     violations += [
       f"a restart went on after {rounds} rounds, but what it supersedes was "
       f"deleted: the log begins with round {survivors.floor}"

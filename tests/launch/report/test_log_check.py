@@ -340,6 +340,19 @@ def test_a_log_that_ends_before_the_metrics_do_is_a_violation(run_dir, kept):
   assert "but metrics.jsonl has 60: lines are missing at its end" in said
 
 
+@pytest.mark.parametrize("rounds", [0, 20])
+def test_a_log_that_was_lost_before_a_restart_is_told_by_that_alone(
+  run_dir, rounds
+):
+  ends = [event_logs.place(LOG, "published", version=v) for v in (20, 40)]
+  before = LOG[: ends[0] + 1] if rounds else []
+  goes_on = {"kind": "resumed", "trained": 40, "next_group": 160, "engines": 1}
+  rest = LOG[ends[1] + 1 :]
+  _write(run_dir / "events.jsonl", [*before, rest[0] | goes_on, *rest])
+  (said,) = log_check.of_run(run_dir).violations
+  assert said.startswith(f"the log has nothing of rounds {rounds + 1} to 40, ")
+
+
 def test_a_page_says_so_too(run_dir):
   _write_metrics(run_dir, 60)
   _write(run_dir / "events.jsonl", LOG[: len(LOG) // 2])
