@@ -345,6 +345,11 @@ def _read_local_theta(data: Mapping[str, Any], default: Any) -> float:
 def _family(data: Mapping[str, Any]) -> str:
   """Returns the family of the architecture, as the file calls it."""
   named = data.get("architectures")
+  if named is None and "class" in data:
+    raise ValueError(
+      "these are the settings of a run; export its weights with python -m "
+      "launch.export, and name the directory of these"
+    )
   architecture = named[0] if isinstance(named, list) and len(named) == 1 else ""
   if architecture not in list(ARCHITECTURES):
     raise ValueError(

@@ -505,6 +505,10 @@ def test_any_computation_can_be_asked_for(tmp_path):
     ({"architectures": None}, "architectures=None is not supported"),
     ({"architectures": []}, "architectures=[] is not supported"),
     (
+      {"architectures": None, "class": "rl.experiment.Experiment"},
+      "these are the settings of a run; export its weights with",
+    ),
+    (
       {"model_type": "qwen3_moe"},
       "model_type='qwen3_moe' contradicts architectures=['Qwen3ForCausalLM']; "
       "use 'qwen3'",
