@@ -68,7 +68,7 @@ def main() -> None:
     _check_place(target, source)
     if _ADAPTER.value:
       _check_adapter(experiment, source)
-    load_run.prepare(experiment, _RUN.value)
+    load_run.prepare(experiment, _RUN.value, plays=False)
   run_dir = pathlib.Path(_RUN.value)
   with steps.Steps(sys.stderr) as shown:
     step = asyncio.run(_export(experiment, run_dir, target, shown.phase))
@@ -138,8 +138,9 @@ async def _export(
 ) -> int:
   """Writes the weights; returns the number of rounds that trained them."""
   report("loading the weights")
-  async with load_run.restored(experiment, run_dir) as (parts, found):
+  async with load_run.weights(experiment, run_dir) as found:
     report("writing the weights")
+    chat = experiment.build_chat(run_dir)
     model = _with_length(experiment.model, experiment.initial)
     params = found.state.params
     with flags.exit_on_setting_error():
@@ -150,9 +151,9 @@ async def _export(
           target,
           lora.merge(params, model.lora),
           dataclasses.replace(model, lora=None),
-          _TOKENIZER.value or _tokenizer_of(run_dir, parts.chat),
+          _TOKENIZER.value or _tokenizer_of(run_dir, chat),
           report=report,
-          stop_ids=() if _TOKENIZER.value else parts.chat.stop_ids,
+          stop_ids=() if _TOKENIZER.value else chat.stop_ids,
         )
   return found.step
 

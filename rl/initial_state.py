@@ -14,10 +14,22 @@ from rl import assemble
 from rl import experiment as experiment_lib
 from rl.algorithms import losses, objective, references
 from rl.loop import fine_tuning, progress, warm_start
-from rl.runtime import checkpoint
+from rl.runtime import checkpoint, mesh_thread
 from rl.train import learner, scoring, train_state
 
 _FROZEN = "frozen"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LearnerParts:
+  """The parts of a run that its weights need, with the names of `Parts`."""
+
+  experiment: experiment_lib.Experiment
+  programs: learner.Learner
+  learner_layout: sharding.Layout
+  learner_thread: mesh_thread.MeshThread
+
+
 _Progress = TypeVar("_Progress", progress.Progress, warm_start.Imitation)
 
 
@@ -150,7 +162,8 @@ def supervised_settings(
 
 
 async def _first_state(
-  parts: assemble.Parts, report: Callable[[str], None] = lambda text: None
+  parts: assemble.Parts | LearnerParts,
+  report: Callable[[str], None] = lambda text: None,
 ) -> train_state.TrainState:
   """Returns what a run starts from, before anything has been trained."""
   experiment, run = parts.experiment, parts.learner_thread.run
@@ -170,7 +183,7 @@ async def _first_state(
 
 
 async def restore(
-  parts: assemble.Parts,
+  parts: assemble.Parts | LearnerParts,
   checkpoints: checkpoint.Checkpoints,
   abstract: train_state.TrainState | None = None,
 ) -> checkpoint.Restored | None:

@@ -10,15 +10,22 @@ from launch.gateway import agent_server
 from models.hf import load
 from rl import assemble, initial_state
 from rl import experiment as experiment_lib
-from rl.runtime import checkpoint
+from rl.pools import placement
+from rl.runtime import checkpoint, mesh_thread, trace
 from rl.train import train_state
 from twinmesh import error_codes
 
 
 def prepare(
-  experiment: experiment_lib.Experiment, run_dir: str | os.PathLike[str]
+  experiment: experiment_lib.Experiment,
+  run_dir: str | os.PathLike[str],
+  *,
+  plays: bool = True,
 ) -> None:
   """Checks the settings of a run, and starts jax on the devices it needs.
+
+  Args:
+    plays: False needs no devices, packages or memory but for the weights.
 
   Raises:
     ValueError: a setting cannot work, here or at all.
@@ -26,9 +33,40 @@ def prepare(
   experiment.validate()
   workdir.check_initial(run_dir, experiment)
   experiment.build_chat()
+  if not plays:
+    place = _of_weights(experiment.placement)
+    jax_setup.prepare(place)
+    place.layouts()
+    return
   experiment.validate_installed()
   jax_setup.prepare(experiment.placement)
   assemble.fit(experiment)
+
+
+def _of_weights(place: placement.Placement) -> placement.Placement:
+  """Returns the learner's part of a placement, in this process."""
+  return placement.Placement(
+    learner=place.learner, platform=place.own_platform, colocated=True
+  )
+
+
+@contextlib.asynccontextmanager
+async def weights(
+  experiment: experiment_lib.Experiment, run_dir: pathlib.Path
+) -> AsyncIterator[checkpoint.Restored]:
+  """Yields the newest checkpoint of a run, without any part that plays.
+
+  Reads and exits as `restored`.
+  """
+  place = _of_weights(experiment.placement)
+  layout, _ = place.layouts()
+  fitted = experiment.with_auto_dtype(place.dtype(layout.devices))
+  with contextlib.closing(
+    mesh_thread.MeshThread("learner", trace.Trace(None))
+  ) as thread:
+    programs = assemble.learner_programs(fitted, layout)
+    parts = initial_state.LearnerParts(fitted, programs, layout, thread)
+    yield await _newest(parts, run_dir)
 
 
 @contextlib.asynccontextmanager
@@ -43,22 +81,29 @@ async def restored(
   needs are missing, damaged or changed.
   """
   parts = assemble.build(experiment, gateway=agent_server.listen)
-  saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
   try:
-    try:
-      # The rest is of a learner that goes on, and several times as large.
-      whole = parts.programs.abstract
-      policy = train_state.TrainState(whole.params, (), whole.updates)
-      found = await initial_state.restore(parts, saved, policy)
-    except load.Unusable as error:
-      code = error_codes.code_of(error)
-      error_codes.fail(f"initial={error}", code)
-    except checkpoint.Mismatch as error:
-      error_codes.fail(error, status=1)
-    if found is None:
-      without = f"{run_dir} has no checkpoint that can be read"
-      error_codes.fail(without, "TM-D06", status=1)
-    yield parts, found
+    yield parts, await _newest(parts, run_dir)
   finally:
     await parts.close()
+
+
+async def _newest(
+  parts: assemble.Parts | initial_state.LearnerParts, run_dir: pathlib.Path
+) -> checkpoint.Restored:
+  saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
+  # The rest is of a learner that goes on, and several times as large.
+  whole = parts.programs.abstract
+  policy = train_state.TrainState(whole.params, (), whole.updates)
+  try:
+    found = await initial_state.restore(parts, saved, policy)
+  except load.Unusable as error:
+    code = error_codes.code_of(error)
+    error_codes.fail(f"initial={error}", code)
+  except checkpoint.Mismatch as error:
+    error_codes.fail(error, status=1)
+  finally:
     saved.close()
+  if found is None:
+    without = f"{run_dir} has no checkpoint that can be read"
+    error_codes.fail(without, "TM-D06", status=1)
+  return found

@@ -53,7 +53,7 @@ def saved_run(directory, settings, change=0.0):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-  """A run whose initial checkpoint was removed."""
+  """A run of a larger host, whose initial checkpoint was removed."""
   directory = tmp_path_factory.mktemp("runs")
   source, settings = directory / "source", experiment()
   params = policy_lib.of(settings.model).init(jax.random.key(1))
@@ -61,6 +61,10 @@ def run(tmp_path_factory):
   settings = dataclasses.replace(settings, initial=str(source))
   params = saved_run(directory / "guesses", settings)
   source.rename(directory / "elsewhere")
+  config = directory / "guesses" / "config.json"
+  data = json.loads(config.read_text())
+  data["batch"]["rows"] = 4_000_000  # Some TiB of activations.
+  config.write_text(json.dumps(data))
   return directory / "guesses", params
 
 
