@@ -187,7 +187,9 @@ class Checkpoints:
     if written is None:
       return
     if not (written / _STATE / _MANIFEST).exists():
-      _set_aside(written)
+      # An impatient user may have ended the wait before this one.
+      if written.exists():
+        _set_aside(written)
       raise OSError(f"its {_STATE}/{_MANIFEST} was not written")
     for step in self._steps()[: -self._keep]:
       _delete(self._directory / str(step))

@@ -371,6 +371,12 @@ def test_a_checkpoint_without_its_list_of_arrays_replaces_none(
     two_saved.wait()
   names = sorted(path.name for path in directory.iterdir())
   assert names == ["1", "2", "3.damaged", "4.damaged"]
+  # Nor does one that is not there yet, where a user ended the wait for it.
+  two_saved.save(5, _state(5), {})
+  asyncio.run(two_saved.written())
+  shutil.rmtree(directory / "5")
+  with pytest.raises(OSError, match="was not written"):
+    two_saved.wait()
 
 
 @pytest.mark.parametrize("name", ["lr[3]", "a]", "a\\b"])
