@@ -216,19 +216,22 @@ class Checkpoints:
       Mismatch: the newest readable one has another tree, shape or dtype.
       OSError: the system, not a checkpoint, made a read fail.
     """
-    skipped = []
+    skipped, tried = [], set[int]()
     self._damaged = []
-    for step in reversed(self._steps()):
+    while left := [step for step in self._steps() if step not in tried]:
+      step = left[-1]
+      tried.add(step)
+      path = self._directory / str(step)
       try:
-        state, host = self._read(self._directory / str(step), abstract)
+        state, host = self._read(path, abstract)
       except (Mismatch, *_NOT_DAMAGE):
         raise
       except Exception as error:
         if number := _passing(error):
           why = f"{os.strerror(number)}, as it was read"
-          raise OSError(
-            number, why, str(self._directory / str(step))
-          ) from error
+          raise OSError(number, why, str(path)) from error
+        if not os.path.lexists(path):  # Its run has a newer one by now.
+          continue
         self._damaged.append(step)
         skipped.append(f"{step} ({_in_short(error)})")
         continue

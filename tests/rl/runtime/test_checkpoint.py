@@ -359,6 +359,21 @@ def test_a_system_that_is_short_of_something_damages_no_checkpoint(
   assert (newest.step, newest.skipped) == (2, ())
 
 
+def test_one_that_its_run_deletes_as_it_is_read_is_not_damaged(
+  two_saved, directory, monkeypatch, caplog
+):
+  read = two_saved._read
+
+  def replace(path, abstract):
+    if path.name == "2":
+      path.rename(directory / "3")
+    return read(path, abstract)
+
+  monkeypatch.setattr(two_saved, "_read", replace)
+  found = two_saved.restore(_abstract(_state(0)))
+  assert (found.step, found.skipped, caplog.text) == (3, (), "")
+
+
 def test_a_checkpoint_without_its_list_of_arrays_replaces_none(
   two_saved, directory
 ):
