@@ -815,7 +815,8 @@ CAUSES = (
     why="A run goes on with the settings that it was started with. Only those"
     " that change nothing in what was learned may differ: rounds, evaluation,"
     " retention, bounds, recovery, tracker, max_skipped, progress_timeout_s,"
-    " log_startup, engine.slots and the placement.",
+    " log_startup, engine.slots and the placement, and the path of a file that"
+    " was moved.",
     cure="To go on, use the config.json of the run; for another run, another"
     " directory, to which launch.export and --config.initial take the weights."
     " The code of the config file may change between the two.",

@@ -34,6 +34,7 @@ WARM_START_LINES = "warm_start.jsonl"
 FAILURE = "failure.txt"
 """The error that ended a run, until the same command goes on."""
 _DAMAGED = ".damaged"
+_PATHS = re.compile(r"""[\w.]+: (['"])(.+)\1 -> (['"])(.+)\3""")
 _RECORDS = (
   "events.jsonl",
   "spans.jsonl",
@@ -104,7 +105,8 @@ def claim(
       path that checkpoints cannot have, another process uses it, it holds
       records of something else, or a run with other settings. Settings that
       change nothing in what was learned, or only rounding (placement, slots
-      of the engine), may differ: see `_MAY_CHANGE`.
+      of the engine), may differ: see `_MAY_CHANGE`; and so may paths of
+      files that were moved.
   """
   directory = pathlib.Path(path)
   # Before the lock: nothing is left in a directory that is not ours.
@@ -448,7 +450,20 @@ def forbidden_changes(
   changes = overrides.difference(before, experiment)
   if before.model.lora is not None:
     may_change += ("initial:",)  # By their checksums the weights are the same.
-  return [line for line in changes if not line.startswith(may_change)]
+  return [
+    line
+    for line in changes
+    if not line.startswith(may_change) and not _is_move(line)
+  ]
+
+
+def _is_move(change: str) -> bool:
+  """Tells a path whose file is gone, and is under its name elsewhere."""
+  found = _PATHS.fullmatch(change)
+  if found is None:
+    return False
+  old, new = pathlib.Path(found[2]), pathlib.Path(found[4])
+  return old.name == new.name and not old.exists() and new.exists()
 
 
 def _check_same(

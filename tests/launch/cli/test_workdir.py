@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pathlib
+import shutil
 import sys
 
 import pytest
@@ -136,6 +137,29 @@ def test_a_run_without_rounds_goes_on_at_another_rate(tmp_path, experiment):
   workdir.claim(tmp_path, with_rounds).close()
   (change,) = workdir.forbidden_changes(tmp_path, experiment)
   assert change.startswith("optimizer.learning_rate: 1e-06 -> ")
+
+
+def test_a_saved_run_goes_on_with_files_that_were_moved(tmp_path):
+  run, old, new = (tmp_path / name for name in ("run", "old", "new"))
+  settings = flags.load(str(CONFIG.with_name("sums.py")))
+
+  def load(file):
+    return dataclasses.replace(settings, data=str(file))
+
+  for directory in (old, new):
+    directory.mkdir()
+    shutil.copy(CONFIG.with_name("sums.jsonl"), directory / "rows.jsonl")
+  shutil.copy(new / "rows.jsonl", new / "others.jsonl")
+  workdir.claim(run, load(old / "rows.jsonl")).close()
+  (run / "checkpoints" / "25").mkdir(parents=True)
+  moved, others = load(new / "rows.jsonl"), load(new / "others.jsonl")
+  # With the old ones still there these are others.
+  named = ["environment.rows.data", "data"]
+  found = workdir.forbidden_changes(run, moved)
+  assert [line.split(":")[0] for line in found] == named
+  (old / "rows.jsonl").unlink()
+  assert workdir.forbidden_changes(run, moved) == []
+  assert len(workdir.forbidden_changes(run, others)) == 2
 
 
 def test_the_error_of_a_run_is_kept_until_it_goes_on(tmp_path, experiment):
