@@ -111,6 +111,8 @@ def _place_problem(files: safetensors_io.TensorFiles) -> str | None:
     return f"it is a file; name the directory that holds it, {path.parent}"
   if not path.is_dir():
     problem = "the directory does not exist"
+    if not path.is_absolute():
+      problem += f" in {pathlib.Path.cwd()}"
     if _HUB_NAME.fullmatch(str(path)):
       problem += (
         "; if this is the name of a published model, download it first and "

@@ -314,8 +314,8 @@ def test_what_is_no_directory_of_weights_says_what_might_be_meant(
   monkeypatch.chdir(tmp_path)
   message = refusal("Qwen/Qwen3-0.6B")
   assert (
-    "the directory does not exist; if this is the name of a published"
-    in message
+    f"the directory does not exist in {tmp_path}; if this is the name of a "
+    "published" in message
   )
   assert "published" not in refusal(tmp_path / "Qwen" / "Qwen3-0.6B")
   adapter = tmp_path / "adapter"
