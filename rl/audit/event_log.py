@@ -527,7 +527,8 @@ def surviving(
 
   A resume after N rounds supersedes older events, except those of groups that
   were trained in these rounds: the others are played, trained and published
-  again. Two kinds stay beside them: the play of a group that was finished and
+  again. The restart stays, as its engines may be others, and two kinds stay
+  beside what it supersedes: the play of a group that was finished and
   saved, in the place of the event that restores it, and attempts that were
   dropped for good.
 
