@@ -88,7 +88,7 @@ def read_run(
   experiment = overrides.apply(experiment, changes)
   load_run.prepare(experiment, run_dir)
   # Unlike those of the run, conversations may be as long as the model's.
-  return assemble.fit(experiment, experiment.model.max_length)
+  return assemble.fit(experiment, experiment.model.max_length, trains=False)
 
 
 def read_directory(

@@ -139,7 +139,10 @@ class Parts:
 
 
 def fit(
-  experiment: experiment_lib.Experiment, longest: int | None = None
+  experiment: experiment_lib.Experiment,
+  longest: int | None = None,
+  *,
+  trains: bool = True,
 ) -> experiment_lib.Experiment:
   """Returns the experiment as it runs on its devices.
 
@@ -148,6 +151,7 @@ def fit(
 
   Args:
     longest: conversation to expect; None is `rollout.max_tokens`.
+    trains: False is a run whose policy only plays.
 
   Raises:
     ValueError: devices are missing, or the run needs more memory than they
@@ -164,7 +168,7 @@ def fit(
   if not place.is_elsewhere:
     found = dataclasses.replace(place, platform=local[0].devices[0].platform)
     experiment = dataclasses.replace(experiment, placement=found)
-  fitted = memory_plan.fit(experiment, programs, memory, longest)
+  fitted = memory_plan.fit(experiment, programs, memory, longest, trains=trains)
   return dataclasses.replace(fitted, placement=place)
 
 
@@ -200,6 +204,8 @@ def build(
   report: Callable[[str], None] = lambda text: None,
   gateway: agent_player.Gateway | None = None,
   clock: Callable[[], float] = time.monotonic,
+  *,
+  trains: bool = True,
 ) -> Parts:
   """Returns the parts of a validated experiment.
 
@@ -209,12 +215,13 @@ def build(
     gateway: serves answers to agents, as `launch.gateway.agent_server.listen`;
       without one, an episode of an agent is a fault.
     clock: of the event loop.
+    trains: False is a run whose policy only plays.
 
   Raises:
     ValueError: a setting cannot work, or devices or their memory are missing.
   """
   experiment.validate()
-  experiment = fit(experiment)
+  experiment = fit(experiment, trains=trains)
   learner_layout, *decode_layouts = experiment.placement.layouts()
   segment_bytes = experiment.retention.segment_bytes
   spans = trace.Trace(

@@ -23,6 +23,10 @@ from rl.engine.builtin import sizing
 from rl.pools import placement, weight_transfer
 from rl.train import learner, train_state
 
+_PARAMETERS, _BUCKET = "parameters", "a bucket of weights to publish, cast"
+_TO_PLAY = _PARAMETERS, _BUCKET
+"""All that a learner holds where its policy only plays."""
+
 
 class Share(NamedTuple):
   """The learner's or an engine's part of a plan.
@@ -69,7 +73,7 @@ def learner_bytes(
   # The memory of a CPU is that of its host.
   has_host = platform != "cpu"
   lines = {
-    "parameters": size(state.params),
+    _PARAMETERS: size(state.params),
     f"versions kept of them, {versions}": versions * size(trained.policy),
     "gradients, summed": size(sums),
     label: size(kept if has_host else moved),
@@ -91,7 +95,7 @@ def learner_bytes(
       0, size(moved) - room
     )
   if bucket := _bucket_bytes(experiment):
-    lines["a bucket of weights to publish, cast"] = bucket
+    lines[_BUCKET] = bucket
   reference = experiment.algorithm.reference
   if memory := getattr(reference, "memory", None):
     model = experiment.model
@@ -151,6 +155,8 @@ def fit(
   programs: learner.Learner,
   memory: placement.Memory | None,
   longest: int | None = None,
+  *,
+  trains: bool = True,
 ) -> experiment_lib.Experiment:
   """Returns the experiment with an engine that fits beside all the rest.
 
@@ -160,16 +166,29 @@ def fit(
   Args:
     memory: of the devices; None is not known, and then nothing is checked.
     longest: conversation to expect; None is `rollout.max_tokens`.
+    trains: False leaves the learner no more than engines get weights from.
 
   Raises:
     ValueError: the run does not fit.
   """
   if memory is None:
     return experiment
+
+  def held(
+    experiment: experiment_lib.Experiment,
+    decoding: Callable[..., dict[str, int]] = decode_bytes,
+  ) -> list[Share]:
+    first, *engines = shares(experiment, programs, decoding)
+    if not trains:
+      kept = {x: size for x, size in first.lines.items() if x in _TO_PLAY}
+      first = first._replace(lines=kept)
+    return [first, *engines]
+
+  words = _RUN if trains else _SERVED
   engine = experiment.engine
   if isinstance(engine, engine_settings.EngineSettings):
-    parts = shares(experiment, programs, _weight_bytes)
-    _check(parts, memory, _RUN)
+    parts = held(experiment, _weight_bytes)
+    _check(parts, memory, words)
     # Estimates may be half of it, and the engine can do with less.
     lines = parts[0].lines
     margin = sum(size for name, size in lines.items() if "about" in name)
@@ -180,7 +199,7 @@ def fit(
     )
     engine = dataclasses.replace(engine, **dataclasses.asdict(sizes))
     experiment = dataclasses.replace(experiment, engine=engine)
-  _check(shares(experiment, programs), memory, _RUN)
+  _check(held(experiment), memory, words)
   return experiment
 
 

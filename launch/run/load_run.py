@@ -40,7 +40,7 @@ def prepare(
     return
   experiment.validate_installed()
   jax_setup.prepare(experiment.placement)
-  assemble.fit(experiment)
+  assemble.fit(experiment, trains=False)
 
 
 def _of_weights(place: placement.Placement) -> placement.Placement:
@@ -80,7 +80,7 @@ async def restored(
   Exits the process if no checkpoint can be read, or if the frozen weights it
   needs are missing, damaged or changed.
   """
-  parts = assemble.build(experiment, gateway=agent_server.listen)
+  parts = assemble.build(experiment, gateway=agent_server.listen, trains=False)
   try:
     yield parts, await _newest(parts, run_dir)
   finally:

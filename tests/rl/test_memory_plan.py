@@ -322,6 +322,17 @@ def test_devices_of_a_host_share_its_memory(experiment):
     memory_plan.fit(experiment, programs, less)
 
 
+def test_a_policy_that_only_plays_needs_no_room_for_training(experiment):
+  programs = programs_of(experiment)
+  total = memory_report.num_params(experiment.model).total
+  # In float32 of the learner, of the engine, and its next version; 14 MiB of
+  # cache. Gradients, moments and activations are more than that.
+  memory = placement.Memory(3 * 4 * total + (15 << 20), is_shared=True)
+  memory_plan.fit(experiment, programs, memory, trains=False)
+  with pytest.raises(ValueError, match=r"^the run takes .* of this host"):
+    memory_plan.fit(experiment, programs, memory)
+
+
 def test_a_served_model_has_what_its_weights_leave(experiment):
   model = dataclasses.replace(experiment.model, max_length=4096)
   place = placement.Placement(colocated=True)
