@@ -321,8 +321,15 @@ def _read_jsonl(file: str) -> list[Record]:
       place = f"{file}:{number}"
       try:
         row = json.loads(line.decode("utf-8-sig"))
+      except UnicodeDecodeError as error:
+        raise ValueError(
+          f"{place} is not UTF-8: its byte {error.start} is "
+          f"{line[error.start]:#04x}; save the file as UTF-8"
+        ) from error
       except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {error}") from error
+        raise ValueError(
+          f"{place} is not JSON: {error}; each line must be an object"
+        ) from error
       if not isinstance(row, dict):
         raise ValueError(
           f"{place} is {type(row).__name__}; a row must be a JSON object"

@@ -172,7 +172,8 @@ def test_a_file_that_is_wrong_is_told_with_its_line(file, lines, told):
 def test_bytes_that_are_no_text_are_told_with_their_line(tmp_path):
   path = tmp_path / "data.jsonl"
   path.write_bytes(b'{"id": 1}\n{"id": "\xff"}\n')
-  with pytest.raises(ValueError, match=r"data.jsonl:2 is not JSON.*utf-8"):
+  told = r"data.jsonl:2 is not UTF-8: its byte 8 is 0xff; save the file as"
+  with pytest.raises(ValueError, match=told):
     list(rows.Rows(data=str(path)).known())
 
 
