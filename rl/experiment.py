@@ -333,7 +333,8 @@ class Experiment:
     Needs the data of the tasks, which a trained policy is used without.
     """
     for source in self.sources:
-      prompts.check_id(source.task(0, "train"), source.name)
+      task = prompts.task_of(source, 0, "train")
+      prompts.check_id(task, source.name)
 
   def _validate_experts(self) -> None:
     recorded = getattr(self.engine, "record_experts", False)
@@ -405,7 +406,7 @@ class Experiment:
     self.algorithm.validate_model(self.model)
     if (check_task := getattr(self.reward, "check_task", None)) is not None:
       for source in self.sources:
-        check_task(source.task(0, "train"))
+        check_task(prompts.task_of(source, 0, "train"))
     overlong = self.rollout.overlong
     if overlong is not None and overlong.max_tokens > self.rollout.max_tokens:
       why = "no episode would ever be that long; lower the first"

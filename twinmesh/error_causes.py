@@ -644,6 +644,7 @@ CAUSES = (
       "envs.suites",
       "rl.rollout.environment_trial",
       "rl.rollout.prompts",
+      "rl.rollout.prompts:NoTask",
     ),
   ),
   Cause(

@@ -47,7 +47,7 @@ from rl.backends import contract as backends
 from rl.engine import contract
 from rl.loop import coordinator, trackers, warm_start
 from rl.loop import progress as progress_lib
-from rl.rollout import evaluate, grading, recordings
+from rl.rollout import evaluate, grading, prompts, recordings
 from rl.runtime import checkpoint, disk, logical_clock, segments, trace
 from rl.runtime import watchdog as watchdog_lib
 from rl.train import learner, skipped_updates, train_state
@@ -69,11 +69,12 @@ def train(
 
   0: all rounds are done and every invariant held. 1: an invariant broke,
   something stalled, all engines were lost for good, gradients were no longer
-  finite, faults left nothing to train, a checkpoint could not be written or
-  read, a segment of the log was damaged, the disk took nothing more, or another
-  directory took the path of this one. 2: the weights of `initial`, a recorded
-  conversation, or the backend, cannot be used. 128 + signal: stopped;
-  checkpoints stay. A run goes on if nobody reads its output.
+  finite, faults left nothing to train, an environment made no task, a
+  checkpoint could not be written or read, a segment of the log was damaged, the
+  disk took nothing more, or another directory took the path of this one. 2: the
+  weights of `initial`, a recorded conversation, or the backend, cannot be used.
+  128 + signal: stopped; checkpoints stay. A run goes on if nobody reads its
+  output.
 
   Args:
     began_s: reading of time.monotonic() when the command began, if not now.
@@ -115,6 +116,7 @@ def train(
     learner.LearnerLost,
     trackers.TrackerFailed,
     warm_start.NoDemonstration,
+    prompts.NoTask,
     log_check.UnreadableLog,
   ) as error:
     _fail(run_dir, screen, error_codes.text(error))

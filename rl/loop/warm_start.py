@@ -19,7 +19,7 @@ from envs import base
 from rl.data import batch as batch_lib
 from rl.data import fault_summary, trajectory
 from rl.engine import contract
-from rl.rollout import episode
+from rl.rollout import episode, prompts
 from rl.runtime import checkpoint, mesh_thread
 from rl.settings import checks
 from rl.train import learner, optimizers, train_state
@@ -201,7 +201,7 @@ async def _demonstrations(
         source,
         chat,
         limits,
-        source.task(first + i, "train"),
+        prompts.task_of(source, first + i, "train"),
         settings.exploration,
         seed,
       )

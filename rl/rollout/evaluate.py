@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rl.audit import event_log
 from rl.data import fault_summary, trajectory
-from rl.rollout import episode, group_rollout
+from rl.rollout import episode, group_rollout, prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ async def evaluate(
   ended = itertools.count(1)
 
   async def play(i: int) -> trajectory.Trajectory:
-    task = player.source.task(i, "eval")
+    task = prompts.task_of(player.source, i, "eval")
     played = await _play(quiet, episode.Episode(task, i, 0, seed))
     report(f"evaluating {next(ended)}/{episodes}")
     return played

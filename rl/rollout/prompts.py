@@ -12,9 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from envs import base
 from rl.rollout import curriculum as curriculum_lib
+from rl.runtime import isolation
 from rl.settings import checks
 
 _SPAN = 2**31 - 1
+
+
+class NoTask(ValueError):
+  """A source has raised in place of making a task; the message says where."""
 
 
 @runtime_checkable
@@ -57,6 +62,19 @@ class TaskOrder:
 def sources_of(source: base.Source) -> Sequence[base.Source]:
   """Returns the parts of a mixture, or the one source."""
   return source.sources if isinstance(source, Mixed) else (source,)
+
+
+def task_of(source: base.Source, index: int, split: base.Split) -> base.Task:
+  """Returns a task of a source.
+
+  Raises:
+    NoTask: the source raised instead.
+  """
+  what = f"task({index}, {split!r}) of environment {source.name}"
+  try:
+    return isolation.contained(source.task, what, index, split)
+  except isolation.Fault as error:
+    raise NoTask(str(error)) from error
 
 
 def check_id(task: base.Task, source: str) -> None:
@@ -233,7 +251,7 @@ def _stream(source: base.Source, seed: int, pool: int | None) -> Any:
     grain.MapDataset.range(pool or _SPAN)
     .seed(seed)
     .shuffle()
-    .map(lambda index: source.task(int(index), "train"))
+    .map(lambda index: task_of(source, int(index), "train"))
     .repeat()
   )
   # No read threads: tasks are made on demand and the order is exact.

@@ -50,6 +50,22 @@ def test_a_cursor_goes_on_exactly_where_it_was_saved(taken):
   assert _take(resumed, 50) == expected
 
 
+def test_a_source_that_raises_is_named_with_the_task_and_the_line():
+  class Short(fakes.Counting):
+    def task(self, index, split):
+      return [super().task(0, split)][index]
+
+  told = (
+    r"^task\(1, 'eval'\) of environment counting raised IndexError: .*"
+    r"test_prompts\.py:\d+, in task\)"
+  )
+  assert prompts.task_of(Short(), 0, "eval").index == 0
+  with pytest.raises(prompts.NoTask, match=told):
+    prompts.task_of(Short(), 1, "eval")
+  with pytest.raises(prompts.NoTask, match=r"task\(\d+, 'train'\)"):
+    prompts.Prompts(Short(), 0).next()
+
+
 def test_a_saved_cursor_does_not_move_with_the_stream():
   stream = _stream()
   cursor = stream.cursor
