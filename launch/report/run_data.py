@@ -63,6 +63,7 @@ def read(path: str | os.PathLike) -> RunData:
     ValueError: the directory holds no run.
   """
   directory = pathlib.Path(path)
+  workdir.check_exists(directory)
   try:
     config = run_files.settings(directory)
   except untrusted_files.BadFile as error:

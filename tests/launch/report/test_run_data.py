@@ -66,5 +66,14 @@ def test_episodes_are_those_of_a_round_that_kept_some(run_dir):
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="is no run"):
+  with pytest.raises(ValueError, match=r"holds no run: no config\.json"):
     run_data.read(tmp_path)
+  (tmp_path / "config.json").write_text("[")
+  with pytest.raises(ValueError, match=r"is no run: .* is not valid JSON"):
+    run_data.read(tmp_path)
+
+
+def test_an_exported_checkpoint_is_refused(run_dir):
+  (run_dir / "model.safetensors").touch()
+  with pytest.raises(ValueError, match="holds an exported checkpoint"):
+    run_data.read(run_dir)
