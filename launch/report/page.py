@@ -175,6 +175,9 @@ def _verdict(
 
 def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcomes on top of the page."""
+  started = warm_start_section.tiles(run.warm_start)
+  if run.config.get("rounds") == 0 and not run.metrics:
+    return started
 
   column = functools.partial(run_files.column, run.metrics)
 
@@ -197,7 +200,7 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
   )
   return [
     ("Success", success, interval),
-    *warm_start_section.tiles(run.warm_start),
+    *started,
     *learning_section.tiles(run.metrics),
     ("Rounds", f"{len(run.metrics):,}", f"{_trained(run):,} groups trained"),
     ("Wall time", _duration(max(wall)) if wall else "–", "to the last round"),
@@ -318,7 +321,8 @@ def timeline(spans: Sequence[trace.Span], total: int) -> dict[str, Any]:
 
 def _bubbles(run: RunRecords) -> dict[str, Any]:
   """Returns the idle time of both meshes, and bubbles beside the timeline."""
-  if not run.spans.count or not run.verdict:
+  is_tuning = run.config.get("rounds") == 0  # No gate, no engine to wait for.
+  if not run.spans.count or not run.verdict or is_tuning:
     return {}
   found, causes = {}, list(bubbles.CAUSES)
   spans, phases = run.spans.middle, run.verdict.phases

@@ -23,11 +23,17 @@ def read(run_dir: pathlib.Path, notes: list[str]) -> run_files.Rows:
 
 def tiles(rows: run_files.Rows) -> list[tuple[str, str, str]]:
   """Returns (label, value, note) of the outcome; empty without steps."""
-  losses = [loss for _, loss in _values(rows, "loss")]
+
+  def course(key: str) -> str:
+    losses = [loss for _, loss in _values(rows, key)]
+    return f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else "–"
+
   if not rows:
     return []
-  value = f"{losses[0]:.3g} → {losses[-1]:.3g}" if losses else "–"
-  return [("Warm start", value, f"{_unit(rows)}, {_steps(rows)}")]
+  found = [("Warm start", course("loss"), f"{_unit(rows)}, {_steps(rows)}")]
+  if _values(rows, "eval/loss"):
+    found.append(("Held out", course("eval/loss"), _unit(rows)))
+  return found
 
 
 def section(rows: run_files.Rows) -> dict[str, Any] | None:

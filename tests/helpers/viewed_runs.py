@@ -68,7 +68,7 @@ def tuning(path: pathlib.Path, **settings: Any) -> pathlib.Path:
   config = {"rounds": 0, "warm_start": {"steps": 4}, **settings}
   (path / "config.json").write_text(json.dumps(config))
   steps = [
-    {"step": i, "loss": 1 / i, "tokens": 100.0, "time_s": 2.0 * i}
+    {"step": i, "loss": 1 / i, "tokens": 1e2, "step_s": 2.0, "time_s": 2.0 * i}
     for i in range(1, 5)
   ]
   steps[1]["eval/loss"], steps[3]["eval/loss"] = 0.75, 0.5

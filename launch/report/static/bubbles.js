@@ -14,9 +14,8 @@ export function bubblesSection() {
   const { node, figure } = section("bubbles", "Bubbles by cause");
   return { node, draw({ bubbles: { causes, meshes } }) {
     const names = Object.keys(meshes ?? {});
-    if (!names.length)
-      return figure.replaceChildren(
-        caption("Spans and events are needed to tell why a mesh was idle."));
+    node.hidden = !names.length;
+    if (node.hidden) return;
     const width = Math.max(280, figure.clientWidth);
     const svg = el("svg", { height: 52 * names.length, role: "img",
       viewBox: `0 0 ${width} ${52 * names.length}`,

@@ -18,8 +18,8 @@ function outlets({ trained, masked, dropped, in_flight: flying }) {
 export function flowSection() {
   const { node, figure } = section("ledger", "Ledger of tokens");
   return { node, draw({ ledger }) {
-    if (!ledger)
-      return figure.replaceChildren(caption("No sampled token recorded."));
+    node.hidden = !ledger;
+    if (node.hidden) return;
     const parts = outlets(ledger);
     const width = Math.max(280, figure.clientWidth);
     const gap = 22, room = 190, height = room + gap * parts.length;

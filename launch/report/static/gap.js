@@ -78,6 +78,8 @@ export function gapSection() {
 
   function draw(data) {
     latest = data;
+    node.hidden = !data.gaps.length;
+    if (node.hidden) return;
     options(round, ["all", ...data.gaps.map((gap) => `${gap.round}`)]);
     drawGap(figure, data.gaps.filter((gap) =>
       round.value === "all" || `${gap.round}` === round.value));
@@ -86,8 +88,6 @@ export function gapSection() {
 }
 
 function drawGap(figure, gaps) {
-  if (!gaps.length)
-    return figure.replaceChildren(caption("No comparison recorded."));
   const all = gapPoints(gaps);
   const points = all.filter((p) => p.engine != null && p.learner != null);
   const lost = all.length - points.length;

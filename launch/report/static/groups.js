@@ -30,12 +30,13 @@ function groupBar(svg, row, top, height, x) {
 
 export function groupsSection() {
   const { node, figure } = section("groups", "Ages of groups");
-  return { node, draw: (data) => drawGroups(figure, data.groups) };
+  return { node, draw({ groups }) {
+    node.hidden = !groups.length;
+    if (!node.hidden) drawGroups(figure, groups);
+  } };
 }
 
 function drawGroups(figure, rows) {
-  if (!rows.length)
-    return figure.replaceChildren(caption("No settled group recorded."));
   const width = Math.max(280, figure.clientWidth);
   const step = Math.max(3, Math.min(14, 480 / rows.length));
   const height = step * rows.length + 34;

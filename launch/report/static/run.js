@@ -10,7 +10,8 @@ import { valueAt } from "./series.js";
 import { timelineSection } from "./timeline.js";
 import { trajectoriesSection } from "./trajectories.js";
 
-// A section is { node, draw(data) }, and keeps what was chosen in it.
+// A section is { node, draw(data) }, and keeps what was chosen in it. It is hidden
+// while there is nothing to draw, as most are of a run without rounds.
 export function runPage(source, fields) {
   const name = fields.get("name");
   const head = headSection();
@@ -97,6 +98,8 @@ function curveSection() {
 
   function draw(data) {
     latest = data;
+    node.hidden = !data.metrics.round.length && !data.evaluations.length;
+    if (node.hidden) return;
     options(metric, Object.keys(data.metrics).filter((key) => key !== "round"));
     const key = metric.value;
     meaning.textContent = data.meanings[key] || "";
@@ -146,8 +149,8 @@ function evaluationDots({ evaluations, metrics }, places, axis) {
 function lagsSection() {
   const { node, figure } = section("lags", "Lag of trained groups");
   return { node, draw({ lags: { counts, bound } }) {
-    if (!counts.length)
-      return figure.replaceChildren(caption("No trained group recorded."));
+    node.hidden = !counts.length;
+    if (node.hidden) return;
     const last = Math.max(counts.at(-1)[0], bound ?? 0);
     const found = new Map(counts);
     const bars = Array.from({ length: last + 1 }, (_, lag) => ({
@@ -166,8 +169,8 @@ function lagsSection() {
 function lengthsSection() {
   const { node, figure } = section("lengths", "Length of episodes");
   return { node, draw({ lengths }) {
-    if (!lengths.length)
-      return figure.replaceChildren(caption("No episode has ended."));
+    node.hidden = !lengths.length;
+    if (node.hidden) return;
     const bars = lengths.map(([low, high, launched, trained]) => {
       const ids = low === high ? `${low} ids` : `${low} to ${high} ids`;
       return { label: `${low}`, parts: [
@@ -190,8 +193,8 @@ function lengthsSection() {
 function faultsSection() {
   const { node, figure } = section("faults", "Faults by culprit");
   return { node, draw({ faults }) {
-    if (!faults.length)
-      return figure.replaceChildren(caption("No episode ended in a fault."));
+    node.hidden = !faults.length;
+    if (node.hidden) return;
     figure.replaceChildren(el("div", { class: "scroll tall" },
       el("table", {}, el("thead", {}, el("tr", {},
         ...["Culprit", "Source", "Episodes", "Message"].map((head) =>
@@ -216,8 +219,8 @@ function memorySection() {
         points: metrics.round.map((round, k) => [round, metrics[key][k]])
           .filter(([, bytes]) => bytes != null)
           .map(([round, bytes]) => [round, bytes / GIB]) }));
-    if (!series.length)
-      return figure.replaceChildren(caption("No round has recorded this."));
+    node.hidden = !series.length;
+    if (node.hidden) return;
     figure.replaceChildren(
       lineChart(figure, { series, label: "Memory by round", xLabel: "rounds",
         height: 220 }),

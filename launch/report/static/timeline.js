@@ -22,6 +22,8 @@ export function timelineSection() {
   timeline.figure = figure;
   timeline.view = null;
   return { node, draw(data) {
+    node.hidden = !data.timeline.rows.length;
+    if (node.hidden) return;
     if (timeline.data !== data) startTimeline(data);
     drawTimeline();
   } };
@@ -31,8 +33,6 @@ export function timelineSection() {
 function startTimeline(data) {
   timeline.data = data;
   const { rows, tracks, names, total, window: view } = data.timeline;
-  if (!rows.length)
-    return timeline.figure.replaceChildren(caption("No span recorded."));
   const lanes = new Map();
   for (const [track, lane, start, end, name, args] of rows) {
     const key = track * 1e6 + lane;

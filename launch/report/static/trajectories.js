@@ -37,6 +37,7 @@ export function trajectoriesSection(source, run) {
   el("div", { class: "browser" }, el("div", {}, heads, list.node), view.node));
 
   function filter() {
+    node.hidden = !browser.all.length;
     browser.found = filters.chosen(browser.all);
     shown.textContent = shownText(browser);
     say(`${browser.found.length} trajectories`);
@@ -73,6 +74,7 @@ export function trajectoriesSection(source, run) {
     if (browser.open === browser.wanted) return;
     browser.open = null;
     list.mark(-1);
+    node.hidden = false;
     view.fail(`There is no trajectory ${browser.wanted} on this page.`);
   }
 

@@ -347,9 +347,33 @@ def test_an_empty_directory_renders_and_says_what_is_missing(tmp_path, browse):
     assert f"{name} is missing" in text
   for name in ("spans.jsonl", "events.jsonl", "trajectories/"):
     assert f"{name} is missing" in text
-  assert "No span recorded." in text
-  assert "No comparison recorded." in text
+  assert _shown(page) == {"tiles", "settings"}
   xml.etree.ElementTree.parse(tmp_path / "learning_curve.svg")
+
+
+@pytest.mark.process
+def test_a_run_of_fine_tuning_shows_what_it_has(tmp_path, browse):
+  viewed_runs.tuning(tmp_path)
+  span = {"track": "learner", "name": "warm start", "start": 0.0, "end": 2.0}
+  _write_lines(tmp_path / "spans.jsonl", [span])
+  (tmp_path / "events.jsonl").touch()
+  page = browse(report_page.write(tmp_path))
+  assert _shown(page) == {"tiles", "warm-start", "timeline", "settings"}
+  # Losses of 1 / step, of held-out rows after the second and the last of 4.
+  tiles = report_page.tiles(report_page.read(tmp_path))
+  assert tiles == [
+    ("Warm start", "1 → 0.25", "nats a token, 4 steps"),
+    ("Held out", "0.75 → 0.5", "nats a token"),
+  ]
+
+
+def _shown(page):
+  """Returns the parts of a page that are not hidden."""
+  return {
+    attrs.get("id", "settings")
+    for tag, attrs in page.elements
+    if tag == "section" and "hidden" not in attrs
+  }
 
 
 @pytest.mark.process

@@ -134,7 +134,7 @@ def test_the_steps_of_fine_tuning_are_its_rows(tmp_path):
   found = directory.overview()
   assert found["is_tuning"]
   assert found["metrics"] == [
-    *(f"warm_start/{name}" for name in ("loss", "tokens", "eval/loss")),
+    *(f"warm_start/{x}" for x in ("loss", "tokens", "step_s", "eval/loss")),
     "evaluation/success",
   ]
   (row,) = found["runs"]
