@@ -73,7 +73,7 @@ async def create(
     now = warm_start.Imitation(await thread.run("init", programs.wrap, params))
   now = dataclasses.replace(now, state=await place(parts, now.state, programs))
   beside(now.state)
-  state = await warm_start.run(
+  trained = await warm_start.run(
     supervision,
     programs,
     now,
@@ -83,7 +83,9 @@ async def create(
     observer=observer,
     report=report,
   )
-  params = await thread.run("fetch", programs.fetch, state.params)
+  params = trained.params
+  del trained  # Its optimizer state makes room for that of the rounds.
+  params = await thread.run("fetch", programs.fetch, params)
   return await place(
     parts, await thread.run("init", parts.programs.wrap, params)
   )

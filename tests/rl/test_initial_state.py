@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +183,31 @@ def test_the_config_of_the_checkpoint_is_the_one_that_fits(directory):
   experiment(directory, model).validate_initial()
   data = json.loads((directory / "config.json").read_text())
   assert data["vocab_size"] == model.vocab_size == 8
+
+
+async def test_the_optimizer_of_a_warm_start_makes_room_for_the_next(
+  directory, monkeypatch
+):
+  class Watched(warm_start.WarmStartObserver):
+    moments = staticmethod(lambda: None)
+
+    async def on_boundary(self, now):
+      self.moments = weakref.ref(jax.tree.leaves(now.state.opt_state)[-1])
+
+  start = warm_start.WarmStart(steps=1, episodes=2)
+  seen = Watched()
+  async with counting_runs.built(
+    experiment(directory, warm_start=start)
+  ) as parts:
+    wrap, left = parts.programs.wrap, []
+
+    def wrapped(params):
+      left.append(seen.moments())
+      return wrap(params)
+
+    monkeypatch.setattr(parts.programs, "wrap", wrapped)
+    await initial_state.create(parts, observer=seen)
+  assert left[-1] is None
 
 
 @pytest.mark.parametrize(
