@@ -29,6 +29,7 @@ from models import lora
 from models.hf import config as hf_config
 from rl import experiment
 from rl.loop import fine_tuning
+from rl.pools import placement
 from rl.rollout import group_rollout
 from rl.train import optimizers
 
@@ -65,6 +66,8 @@ def get_config(model: str | None = None) -> experiment.Experiment:
       optimizer=optimizers.AdamW(learning_rate=3e-3),
     ),
     evaluation=experiment.Evaluation(episodes=0),
+    # The engine of rounds that may follow can have the same device.
+    placement=placement.Placement(colocated=True),
     rounds=0,
   )
   if model is None:

@@ -45,6 +45,7 @@ def main() -> None:
   The exit code is 1 if no episode could be graded.
   """
   with flags.exit_on_setting_error():
+    flags.override("evaluation.episodes", f"{_EPISODES.value}", "episodes")
     if (temperature := _TEMPERATURE.value) is not None:
       flags.override("evaluation.temperature", f"{temperature}", "temperature")
     experiment = workdir.read_trained(_RUN.value)
@@ -89,7 +90,7 @@ async def _evaluate(
       outcome, _ = await parts.watchdog.wait(
         evaluate.evaluate(
           parts.player,
-          episodes=_EPISODES.value,
+          episodes=settings.episodes,
           temperature=settings.temperature,
           success=settings.success,
           seed=experiment.seed,

@@ -46,10 +46,9 @@ def show(experiment: experiment_lib.Experiment, stream: TextIO) -> None:
     f"{_count(count.total)} parameters, of which a token uses "
     f"{_count(count.active)} and {trained} train"
   )
-  pools = [None, *experiment.placement.pools]
-  for (name, spec), pool in zip(
-    experiment.placement.meshes.items(), pools, strict=True
-  ):
+  pools = [None, *(experiment.placement.pools if experiment.decodes else ())]
+  meshes = [*experiment.placement.meshes.items()][: len(pools)]
+  for (name, spec), pool in zip(meshes, pools, strict=True):
     lines = (
       memory_plan.decode_bytes(experiment, spec)
       if pool

@@ -255,6 +255,11 @@ class Experiment:
     """The sources of tasks: the parts of a mixture, or one."""
     return prompts.sources_of(self.environment)
 
+  @property
+  def decodes(self) -> bool:
+    """Returns whether an engine starts; not if the warm start is all."""
+    return self.rounds > 0 or self.evaluation.episodes > 0
+
   def with_auto_dtype(self, dtype: model_config.Dtype) -> "Experiment":
     """Returns the settings with a dtype in the place of "auto"."""
     algorithm, teacher = self.algorithm, self.algorithm.reference

@@ -12,7 +12,7 @@ from models import policy as policy_lib
 from models.hf import load
 from rl import assemble
 from rl import experiment as experiment_lib
-from rl.algorithms import losses, objective, references
+from rl.algorithms import losses, objective
 from rl.loop import fine_tuning, progress, warm_start
 from rl.runtime import checkpoint, mesh_thread
 from rl.train import learner, scoring, train_state
@@ -146,9 +146,7 @@ def supervised_settings(
   temperature = experiment.rollout.temperature  # At which it is to play next.
   if isinstance(settings, fine_tuning.FineTuning):
     loss, temperature = settings.loss, 1.0
-    if loss.has_ratio:
-      adapted = experiment.model.lora is not None
-      reference = references.Base() if adapted else references.Initial()
+    reference = fine_tuning.reference(settings, experiment.model)
   return learner.LearnerSettings(
     model=experiment.model,
     objective=objective.Objective(

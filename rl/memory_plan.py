@@ -20,6 +20,7 @@ from rl.algorithms import references
 from rl.engine import contract
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.builtin import sizing
+from rl.loop import fine_tuning
 from rl.pools import placement, weight_transfer
 from rl.train import learner, train_state
 
@@ -66,7 +67,6 @@ def learner_bytes(
   label = "optimizer state, master copy" if state.master else "optimizer state"
   activations = f"activations, about, {batch.rows} x {batch.length} tokens"
   in_use = "parameters in use and their gradients, about"
-  versions = experiment.overlap.max_staleness + 1
   platform = experiment.placement.planned_platform
   kept = state.opt_state, state.master
   moved = jax.tree.map(_on_device, kept)
@@ -74,7 +74,6 @@ def learner_bytes(
   has_host = platform != "cpu"
   lines = {
     _PARAMETERS: size(state.params),
-    f"versions kept of them, {versions}": versions * size(trained.policy),
     "gradients, summed": size(sums),
     label: size(kept if has_host else moved),
     activations: (
@@ -94,20 +93,35 @@ def learner_bytes(
     lines["optimizer state in an update, beyond those"] = max(
       0, size(moved) - room
     )
-  if bucket := _bucket_bytes(experiment):
-    lines[_BUCKET] = bucket
-  reference = experiment.algorithm.reference
-  if memory := getattr(reference, "memory", None):
+  if experiment.decodes:
+    versions = experiment.overlap.max_staleness + 1
+    kept_bytes = versions * size(trained.policy)
+    lines[f"versions kept of them, {versions}"] = kept_bytes
+    if bucket := _bucket_bytes(experiment):
+      lines[_BUCKET] = bucket
+  for reference in _references(experiment):
+    memory = reference.memory
     model = experiment.model
     if isinstance(reference, references.Teacher):
       model = reference.model
     rows = memory_report.parameters(model, spec.plan)
     whole = sum(row.device_bytes for row in rows)
     if memory == "device" or not has_host:
-      lines["reference"] = whole
+      lines["reference"] = max(whole, lines.get("reference", 0))
     if memory == "host":
       lines["reference that scores, beyond those"] = max(0, whole - room)
   return lines
+
+
+def _references(
+  experiment: experiment_lib.Experiment,
+) -> list[references.Initial | references.Teacher]:
+  """Returns the references that have parameters: of rounds, of fine-tuning."""
+  found, start = [experiment.algorithm.reference], experiment.warm_start
+  if isinstance(start, fine_tuning.FineTuning):
+    found.append(fine_tuning.reference(start, experiment.model))
+  kinds = references.Initial, references.Teacher
+  return [x for x in found if isinstance(x, kinds)]
 
 
 def decode_bytes(
@@ -135,18 +149,19 @@ def shares(
   programs: learner.Learner,
   decoding: Callable[..., dict[str, int]] = decode_bytes,
 ) -> list[Share]:
-  """Returns the shares of the learner, and then of every engine.
+  """Returns the shares of the learner, and then of every engine that starts.
 
   Args:
     decoding: (experiment, mesh) -> lines of an engine.
   """
   place = experiment.placement
   named = [("learner", learner_bytes(experiment, programs))]
-  for pool in place.pools:
+  for pool in place.pools if experiment.decodes else ():
     named += [(pool.name, decoding(experiment, pool.mesh))] * pool.replicas
+  ranges = place.ranges[: len(named)]
   return [
     Share(name, devices, lines)
-    for (name, lines), devices in zip(named, place.ranges, strict=True)
+    for (name, lines), devices in zip(named, ranges, strict=True)
   ]
 
 
@@ -186,7 +201,8 @@ def fit(
 
   words = _RUN if trains else _SERVED
   engine = experiment.engine
-  if isinstance(engine, engine_settings.EngineSettings):
+  built_in = isinstance(engine, engine_settings.EngineSettings)
+  if built_in and experiment.decodes:
     parts = held(experiment, _weight_bytes)
     _check(parts, memory, words)
     # Estimates may be half of it, and the engine can do with less.

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from envs import base
-from rl.algorithms import losses, preference_loss
+from models import config as model_config
+from rl.algorithms import losses, preference_loss, references
 from rl.data import batch as batch_lib
 from rl.data import trajectory
 from rl.loop import warm_start
@@ -85,6 +86,15 @@ def recorded(source: base.Source, settings: FineTuning) -> base.Recorded:
       where="warm_start",
     )
   return source
+
+
+def reference(
+  settings: FineTuning, model: model_config.ModelConfig
+) -> references.Reference | None:
+  """Returns the policy that ratios of the loss are against, if it has any."""
+  if not settings.loss.has_ratio:
+    return None
+  return references.Initial() if model.lora is None else references.Base()
 
 
 def supervision(

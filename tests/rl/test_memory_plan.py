@@ -12,10 +12,11 @@ from models import config as model_config
 from models import lora, memory_report, sharding
 from models import policy as policy_lib
 from rl import assemble, memory_plan
-from rl.algorithms import references
+from rl.algorithms import losses, preference_loss, references
 from rl.engine.builtin import settings as engine_settings
 from rl.engine.builtin import sizing
 from rl.engine.sglang import settings as sglang_settings
+from rl.loop import fine_tuning
 from rl.pools import placement, weight_transfer
 from rl.settings import overrides
 from rl.train import learner
@@ -331,6 +332,34 @@ def test_a_policy_that_only_plays_needs_no_room_for_training(experiment):
   memory_plan.fit(experiment, programs, memory, trains=False)
   with pytest.raises(ValueError, match=r"^the run takes .* of this host"):
     memory_plan.fit(experiment, programs, memory)
+
+
+def test_fine_tuning_alone_has_its_reference_and_no_engine(one_gpu):
+  none = dataclasses.replace(one_gpu.evaluation, episodes=0)
+  sft, dpo = (
+    dataclasses.replace(
+      one_gpu,
+      rounds=0,
+      evaluation=none,
+      warm_start=fine_tuning.FineTuning(loss=loss),
+    )
+    for loss in (losses.NegativeLogLikelihood(), preference_loss.Dpo())
+  )
+  (alone,) = memory_plan.shares(sft, programs_of(sft))
+  (paired,) = memory_plan.shares(dpo, programs_of(dpo))
+  assert "reference" not in alone.lines
+  # The initial weights, beside those that are trained.
+  assert paired.lines["reference"] == alone.lines["parameters"]
+  assert not any("versions" in name for name in alone.lines)
+  enough = placement.Memory(alone.total)
+  assert fit(sft, enough) == sft
+  with pytest.raises(ValueError, match="the run takes"):
+    fit(dpo, enough)
+  rounds = dataclasses.replace(dpo, rounds=1)
+  learner_share, _ = memory_plan.shares(rounds, programs_of(rounds))
+  assert learner_share.lines["reference"] == paired.lines["reference"]
+  adapted = overrides.apply(dpo, {"model.lora": "lora"})
+  assert "reference" not in learner_bytes(adapted)
 
 
 def test_a_served_model_has_what_its_weights_leave(experiment):
