@@ -1,7 +1,8 @@
 """Exports a run: python -m launch.export --run=DIR --directory=OUT.
 
 OUT becomes a Hugging Face checkpoint: the weights of the run's newest
-checkpoint, config, tokenizer and chat template. Adapters are merged into the
+checkpoint, or of the newest of its warm start until that is done, config,
+tokenizer and chat template. Adapters are merged into the
 weights; --adapter writes the adapters alone, in the format of PEFT.
 """
 

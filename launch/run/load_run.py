@@ -1,8 +1,10 @@
 """Loads the newest checkpoint of a run for evaluation, export or serving."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
+import sys
 from collections.abc import AsyncIterator
 
 from launch.cli import jax_setup, workdir
@@ -75,7 +77,8 @@ async def restored(
 ) -> AsyncIterator[tuple[assemble.Parts, checkpoint.Restored]]:
   """Yields the parts of a run, not started yet, and its newest checkpoint.
 
-  Of its state only the parameters are read.
+  Of its state only the parameters are read. A checkpoint of a warm start that
+  is not done is told of, and is one of no rounds.
 
   Exits the process if no checkpoint can be read, or if the frozen weights it
   needs are missing, damaged or changed.
@@ -90,20 +93,33 @@ async def restored(
 async def _newest(
   parts: assemble.Parts | initial_state.LearnerParts, run_dir: pathlib.Path
 ) -> checkpoint.Restored:
-  saved = checkpoint.Checkpoints(run_dir / "checkpoints", keep=1)
   # The rest is of a learner that goes on, and several times as large.
   whole = parts.programs.abstract
   policy = train_state.TrainState(whole.params, (), whole.updates)
   try:
-    found = await initial_state.restore(parts, saved, policy)
+    found = await _read(parts, run_dir / workdir.CHECKPOINTS, policy)
+    if found is None and parts.experiment.warm_start is not None:
+      found = await _read(parts, run_dir / workdir.WARM_START, policy)
+      if found is not None:
+        steps = f"{found.step} steps of its warm start"
+        print(f"{run_dir} is not done: weights after {steps}", file=sys.stderr)
+        found = dataclasses.replace(found, step=0)
   except load.Unusable as error:
     code = error_codes.code_of(error)
     error_codes.fail(f"initial={error}", code)
   except checkpoint.Mismatch as error:
     error_codes.fail(error, status=1)
-  finally:
-    saved.close()
   if found is None:
     without = f"{run_dir} has no checkpoint that can be read"
     error_codes.fail(without, "TM-D06", status=1)
   return found
+
+
+async def _read(
+  parts: assemble.Parts | initial_state.LearnerParts,
+  directory: pathlib.Path,
+  policy: train_state.TrainState,
+) -> checkpoint.Restored | None:
+  saved = checkpoint.Checkpoints(directory, keep=1)
+  with contextlib.closing(saved):
+    return await initial_state.restore(parts, saved, policy)

@@ -19,7 +19,7 @@ import pytest
 from envs import recordings, rows
 from envs.rewards import rewards
 from launch.cli import flags, workdir
-from launch.run import local, warm_start_files
+from launch.run import load_run, local, warm_start_files
 from models import config as model_config
 from models import lora
 from rl import assemble, initial_state
@@ -168,6 +168,23 @@ def test_each_step_has_a_line(whole):
   assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
   times = [row["time_s"] for row in rows]
   assert times == sorted(times)
+
+
+async def test_one_that_is_not_done_can_be_used_as_it_is(
+  stopped, tmp_path, capsys
+):
+  start = experiment().warm_start
+  assert start is not None
+  ten = dataclasses.replace(start, steps=10)
+  # What a step learns depends on its number alone.
+  state, _ = await asyncio.to_thread(
+    imitate, tmp_path / "ten", experiment(warm_start=ten)
+  )
+  async with load_run.restored(experiment(), stopped) as (_, found):
+    assert as_bytes(found.state) == as_bytes(state)
+    assert found.step == 0
+  told = f"{stopped} is not done: weights after 10 steps of its warm start\n"
+  assert capsys.readouterr().err == told
 
 
 def spelled():
