@@ -263,18 +263,19 @@ def load(
   if check is not None:
     check(tree)
   if getattr(tree, "rounds", None) == 0:
-    _check_optimizer(changes or {})
+    _check_updates(changes or {})
   return tree
 
 
-def _check_optimizer(changes: Mapping[str, str | None]) -> None:
-  """Raises SettingError for settings of an optimizer that takes no steps."""
+def _check_updates(changes: Mapping[str, str | None]) -> None:
+  """Raises SettingError for settings of updates that are never made."""
   for path, text in changes.items():
-    if path.partition(".")[0] == "optimizer":
+    name = path.removeprefix("algorithm.")
+    if name == "epochs" or path.partition(".")[0] == "optimizer":
       given = overrides_lib.argument(path, text)
       raise overrides_lib.SettingError(
         f"{given} has no effect with rounds=0, where only the warm start takes "
-        f"steps; use --config.warm_start.{path}"
+        f"steps; use --config.warm_start.{name}"
       )
 
 

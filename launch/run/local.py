@@ -299,10 +299,10 @@ class _Run(progress_lib.RunObserver):
       code = self._finish()
     elif not self._is_reported(progress.trained):
       code = self._finish()
-    done = f"all its {progress.trained} rounds"
+    done = f"all its {progress.trained} rounds; "
     if not self._experiment.rounds:
-      done = "no rounds, and its warm start is done"
-    self._screen.note(f"{self._dir} has {done}; raise --config.rounds to go on")
+      done = "no rounds, and its warm start is done; launch.export it, or "
+    self._screen.note(f"{self._dir} has {done}raise --config.rounds to go on")
     return code
 
   def _is_evaluated(self, trained: int) -> bool:

@@ -68,7 +68,8 @@ def _log_metrics(run_dir: pathlib.Path, log: Log) -> None:
 
 def print_verdict(verdict: log_check.Verdict, log: Log) -> int:
   """Logs the verdict on the event log; returns 1 if an invariant broke."""
-  log(verdict.summary)
+  if verdict.ledger.sampled:
+    log(verdict.summary)
   if not verdict.violations:
     return 0
   log(error_codes.text("\nerror: ".join(verdict.violations), "TM-R09"))

@@ -282,13 +282,22 @@ def test_check_sees_the_overridden_tree_after_validate(config):
   assert seen == [tree]
 
 
-def test_the_optimizer_of_rounds_is_refused_where_there_are_none():
-  changes = {"optimizer.learning_rate": "0.1"}
+@pytest.mark.parametrize(
+  ("given", "instead", "value"),
+  [
+    ("optimizer.learning_rate", "warm_start.optimizer.learning_rate", "0.1"),
+    ("algorithm.epochs", "warm_start.epochs", "2"),
+  ],
+)
+def test_settings_of_updates_are_refused_where_there_are_no_rounds(
+  given, instead, value
+):
   path = "configs/sft_chats.py"
-  assert flags.load(path, {f"warm_start.{x}": y for x, y in changes.items()})
-  assert flags.load(path, {**changes, "rounds": "1"}).rounds == 1
-  with pytest.raises(overrides.SettingError, match="has no effect"):
-    flags.load(path, changes)
+  assert flags.load(path, {instead: value})
+  assert flags.load(path, {given: value, "rounds": "1"}).rounds == 1
+  told = f"{given}={value} has no effect.*use --config.{instead}$"
+  with pytest.raises(overrides.SettingError, match=told):
+    flags.load(path, {given: value})
 
 
 def test_configs_of_the_package_are_found_from_anywhere(tmp_path, monkeypatch):

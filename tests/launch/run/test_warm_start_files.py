@@ -364,8 +364,10 @@ def test_a_run_of_no_rounds_says_what_is_done_and_what_goes_on(
   tmp_path, capsys
 ):
   assert train(tmp_path, experiment()) == 0
-  done = f"{tmp_path} has no rounds, and its warm start is done; raise"
-  assert done in capsys.readouterr().out
+  done = f"{tmp_path} has no rounds, and its warm start is done; launch.export"
+  told = capsys.readouterr().out
+  assert done in told
+  assert "staleness" not in told
   assert not (tmp_path / "warm_start").exists()
   before = lines(tmp_path)
   assert train(tmp_path, experiment()) == 0
