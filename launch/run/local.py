@@ -401,6 +401,7 @@ class _Run(progress_lib.RunObserver):
       self._screen.note,
       functools.partial(initial_state.fetched, parts),
       self._check,
+      self._tracker,
     )
     with contextlib.closing(files), self._signals.calling(files.stop):
       state = await initial_state.create(

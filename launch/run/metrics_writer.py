@@ -43,10 +43,10 @@ class MetricsWriter:
     cut_back(run_dir / "evaluations.jsonl", last)
     self._metrics = line_file.LineFile(run_dir / "metrics.jsonl")
     self._evaluations = line_file.LineFile(run_dir / "evaluations.jsonl")
-    self._board = _Board(run_dir / "tensorboard", max(0, last))
+    self._board = Board(run_dir / "tensorboard", max(0, last))
     # The purge drops the metrics of the last round with its evaluation.
     if row is not None and row["round"] == last:
-      self._board.write(_finite_numbers(row), last)
+      self._board.write(finite_numbers(row), last)
     self._trackers = [self._board, *([tracker] if tracker else ())]
 
   def write(self, round: int, metrics: Mapping[str, float]) -> None:
@@ -64,7 +64,7 @@ class MetricsWriter:
     )
 
   def _scalars(self, row: Mapping[str, Any], round: int) -> None:
-    numbers = _finite_numbers(row)
+    numbers = finite_numbers(row)
     for tracker in self._trackers:
       tracker.write(numbers, round)
 
@@ -73,7 +73,7 @@ class MetricsWriter:
     self._board.close()
 
 
-class _Board:
+class Board:
   """The scalars of a run for TensorBoard.
 
   Written by the thread that calls: the queue of tensorboardX's own thread is
@@ -93,7 +93,7 @@ class _Board:
     # Any: these make their names when they are imported.
     events: Any = event_pb2
     self._event, self._summary = events.Event, cast(Any, summary_pb2).Summary
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     self._writer = event_file_writer.EventsWriter(str(directory / "events"))
     session = events.SessionLog(status=events.SessionLog.START)
     self._write(step=purge_step, file_version="brain.Event:2")
@@ -115,6 +115,7 @@ class _Board:
     self._writer.write_event(self._event(wall_time=time.time(), **fields))
 
   def close(self) -> None:
+    """Flushes what is left."""
     self._writer.close()
 
 
@@ -131,7 +132,8 @@ def json_line(
   return json.dumps({key: number} | finite | {key: number})
 
 
-def _finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the metrics of a row that a tracker takes."""
   # TensorBoard warns about each value that is not finite.
   return {
     name: value

@@ -1,7 +1,8 @@
 """Files of a warm start in the directory of its run, and its stops.
 
-warm_start.jsonl   one line per step
-warm_start/N       checkpoint after N steps, until the run has one of its own
+warm_start.jsonl         one line per step
+warm_start/N             checkpoint after N steps, until the run has its own
+tensorboard/warm_start   the numbers of the lines, as warm_start/loss and so on
 """
 
 import pathlib
@@ -13,7 +14,7 @@ from launch.cli import workdir
 from launch.run import metrics_writer
 from rl import experiment as experiment_lib
 from rl import initial_state
-from rl.loop import warm_start
+from rl.loop import trackers, warm_start
 from rl.runtime import checkpoint, line_file, trace
 
 _COLUMNS = ("loss", "grad_norm", "tokens", "entropy", "skipped")
@@ -49,6 +50,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     note: Callable[[str], None],
     fetched: Callable[[warm_start.Imitation], Awaitable[warm_start.Imitation]],
     check: Callable[[], None] = lambda: None,
+    tracker: trackers.Tracker | None = None,
   ):
     """Opens the checkpoints only; `on_begin` opens the lines.
 
@@ -57,6 +59,7 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       note: shows a line to the user.
       fetched: see `initial_state.fetched`.
       check: called before each write; see `workdir.held`.
+      tracker: takes the numbers too; whoever opened it closes it.
     """
     assert experiment.warm_start is not None
     self.checkpoints = self._saved = checkpoint.Checkpoints(
@@ -65,6 +68,8 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     self._dir, self._settings = run_dir, experiment.warm_start
     self._spans, self._note = spans, note
     self._fetched, self._check = fetched, check
+    self._trackers = [] if tracker is None else [tracker]
+    self._board = None
     self._stopping = False
     self._lines = None
 
@@ -75,6 +80,8 @@ class WarmStartFiles(warm_start.WarmStartObserver):
   def close(self) -> None:
     """Waits for the last checkpoint; all of them stay on disk."""
     self._saved.close()
+    if self._board is not None:
+      self._board.close()
 
   def on_begin(self, found: checkpoint.Restored | None, steps: int) -> None:
     """Cuts the lines back to the step from which the warm start continues.
@@ -93,6 +100,10 @@ class WarmStartFiles(warm_start.WarmStartObserver):
     path = self._dir / workdir.WARM_START_LINES
     metrics_writer.cut_back(path, taken + 1, "step")
     self._lines = line_file.LineFile(path)
+    # In a place of its own: rounds, which count anew, would purge it.
+    board = self._dir / "tensorboard" / workdir.WARM_START
+    self._board = metrics_writer.Board(board, taken + 1)
+    self._trackers.append(self._board)
     self._mark_s = time.monotonic()
 
   def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
@@ -106,6 +117,10 @@ class WarmStartFiles(warm_start.WarmStartObserver):
       "time_s": self._mark_s - self._spans.origin,
     }
     self._lines.append([metrics_writer.json_line(number, row, "step")])
+    numbers = metrics_writer.finite_numbers(row)
+    numbers = {f"{workdir.WARM_START}/{name}": x for name, x in numbers.items()}
+    for tracker in self._trackers:
+      tracker.write(numbers, number)
     measured = [
       f"{name.removeprefix(warm_start.EVAL)} {row[name]:.3f}"
       for name in names

@@ -28,7 +28,7 @@ from rl.algorithms import preference_loss
 from rl.engine.builtin import settings as engine_settings
 from rl.loop import fine_tuning, warm_start
 from rl.rollout import group_rollout
-from rl.runtime import checkpoint
+from rl.runtime import checkpoint, trace
 from rl.schedule import overlap
 from rl.settings import overrides
 from rl.testing import fakes
@@ -123,6 +123,34 @@ def learned(run_dir):
   return [
     {k: v for k, v in row.items() if "_s" not in k} for row in lines(run_dir)
   ]
+
+
+def test_trackers_get_its_numbers_under_names_of_its_own(tmp_path):
+  class Kept(list):
+    def write(self, values, step):
+      self.append((step, dict(values)))
+
+    def close(self):
+      raise AssertionError("whoever opened it closes it")
+
+  kept = Kept()
+  files = warm_start_files.WarmStartFiles(
+    tmp_path,
+    experiment(),
+    trace.Trace(None),
+    lambda text: None,
+    lambda now: asyncio.sleep(0, now),
+    tracker=kept,
+  )
+  files.on_begin(None, STEPS)
+  row = dict.fromkeys(("grad_norm", "tokens", "entropy", "skipped"), 1.0)
+  files.on_step(1, {"loss": 0.5, "eval/loss": math.nan, **row})
+  files.close()
+  ((step, found),) = kept
+  assert (step, found["warm_start/loss"]) == (1, 0.5)
+  assert "warm_start/eval/loss" not in found
+  (file,) = (tmp_path / "tensorboard" / "warm_start").iterdir()
+  assert b"warm_start/loss" in file.read_bytes()
 
 
 def damage(run_dir, step):
