@@ -8,6 +8,7 @@ environment. Exit code: 0 if nothing is.
 """
 
 import asyncio
+import contextlib
 import functools
 import os
 import pathlib
@@ -101,8 +102,8 @@ def main() -> None:
     highlight=False,
     width=max(_MIN_WIDTH, shutil.get_terminal_size().columns),
   )
-  if trial.recordings is not None and played:
-    show_recordings(trial.recordings, trial.chat, console)
+  if trial.recorded is not None and played:
+    show_recordings(trial.recorded, trial.chat, console)
   if played:
     show(played[0], trial.chat, console)
   console.print(_table(results))
@@ -171,16 +172,15 @@ def show(
 
 
 def show_recordings(
-  source: base.Recorded, chat: episode.Chat, console: rich.console.Console
+  load: Callable[[int], recordings.Examples],
+  chat: episode.Chat,
+  console: rich.console.Console,
 ) -> None:
   """Prints the first example as it is trained: of a pair both conversations."""
-  for recording in next(iter(source.examples("train"))):
-    try:
-      one = recordings.encode(chat, recording, 0, 0)
-    except recordings.UnusableRow:  # A check says why.
-      return
-    _show_turns(f"{recording.place}, as it is trained", one, chat, console)
-    console.print()
+  with contextlib.suppress(recordings.UnusableRow):  # A check says why.
+    for one in load(1).examples[0]:
+      _show_turns(f"{one.task_id}, as it is trained", one, chat, console)
+      console.print()
 
 
 def _show_turns(
@@ -264,7 +264,15 @@ def _trial() -> environment_trial.Trial:
     recorded, start = None, experiment.warm_start
     is_played = experiment.rounds > 0
     if isinstance(start, fine_tuning.FineTuning):
-      recorded = fine_tuning.recorded(source, start)
+      recorded = functools.partial(
+        recordings.load,
+        fine_tuning.recorded(source, start),
+        chat,
+        "train",
+        length=experiment.batch.length,
+        max_length=experiment.model.max_length,
+        too_long=start.too_long,
+      )
   else:
     source: base.Source = flags.read_alone(base.Source, "environment")
     reward, seed, recorded, is_played = rewards.Outcome(), 0, None, True
@@ -286,7 +294,7 @@ def _trial() -> environment_trial.Trial:
     plays_well=policy == "demonstration" and is_played,
     reward_s=limits.grading.deadline_s,
     seed=seed,
-    recordings=recorded,
+    recorded=recorded,
   )
 
 

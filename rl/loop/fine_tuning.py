@@ -124,10 +124,10 @@ def supervision(
       source,
       chat,
       split,
+      most,
       length=length,
       max_length=max_length,
       too_long=settings.too_long,
-      most=most,
     )
     report(
       f"{len(found.examples)} examples for {split}, {found.dropped} too long"

@@ -79,8 +79,8 @@ async def run(
   results = [check_source(trial.source), check_tasks(trial.source)]
   if results[-1].fault:
     return [], results
-  if trial.recordings is not None:
-    results.append(check_recordings(trial.recordings, trial.chat, num_tasks))
+  if trial.recorded is not None:
+    results.append(check_recordings(trial.recorded, num_tasks))
   tasks = [trial.source.task(i, "train") for i in range(num_tasks)]
   played = []
   for number, task in enumerate(tasks, 1):
@@ -213,16 +213,12 @@ def check_faults(played: Sequence[trial_lib.PlayedEpisode]) -> CheckResult:
 
 
 def check_recordings(
-  source: base.Recorded, chat: episode.Chat, num: int
+  load: Callable[[int], recordings.Examples], num: int
 ) -> CheckResult:
   """Finds recorded conversations that cannot be trained; counts their ids."""
   name = "recordings"
   try:
-    encoded = [
-      recordings.encode(chat, recording, 0, 0)
-      for example in itertools.islice(source.examples("train"), num)
-      for recording in example
-    ]
+    encoded = [*itertools.chain.from_iterable(load(num).examples)]
   except ValueError as error:
     return CheckResult(name, str(error))
   trained = sum(one.num_sampled for one in encoded)

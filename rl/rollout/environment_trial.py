@@ -24,7 +24,7 @@ from typing import Any
 from envs import base
 from rl.data import trajectory
 from rl.engine import contract
-from rl.rollout import episode, grading, prompts
+from rl.rollout import episode, grading, prompts, recordings
 from rl.runtime import isolation
 
 Pace = Callable[[], Awaitable[None]]
@@ -67,8 +67,8 @@ class Trial:
     respond: gives the answers.
     plays_well: its answers should reach the end within the limits.
     reward_s: deadline of the reward.
-    recordings: conversations of the source that are trained as they are; None
-      if it only plays.
+    recorded: loads as many of the conversations of the source that are trained
+      as they are; None if it only plays.
   """
 
   source: base.Source
@@ -79,7 +79,7 @@ class Trial:
   plays_well: bool = False
   reward_s: float = 30.0
   seed: int = 0
-  recordings: base.Recorded | None = None
+  recorded: Callable[[int], recordings.Examples] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

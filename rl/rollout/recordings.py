@@ -54,18 +54,18 @@ def load(
   source: base.Recorded,
   chat: episode.Chat,
   split: base.Split,
+  most: int | None = None,
   *,
   length: int,
   max_length: int,
   too_long: TooLong = "error",
-  most: int | None = None,
 ) -> Examples:
   """Returns the examples of a split, in order.
 
   Args:
+    most: how many are enough.
     length: tokens of a packed row, in which an example must fit.
     max_length: those of the longest conversation that the model takes.
-    most: how many are enough.
 
   Raises:
     UnusableRow: a row cannot be encoded, or is too long; or all are, or there

@@ -1,6 +1,7 @@
 """The command on configs of ours, on a broken one, and on wrong flags."""
 
 import asyncio
+import functools
 import io
 import re
 import subprocess
@@ -15,6 +16,7 @@ from envs.rewards import rewards
 from launch import try_environment
 from models.chat import hf_chat, word_chat
 from rl.rollout import environment_trial, episode
+from rl.rollout import recordings as conversations
 from tests.helpers import chat_messages, commands, openai_server, processes
 
 LETTERS = "--config=configs/next_letter.py"
@@ -268,7 +270,10 @@ def test_recordings_are_shown_as_they_are_trained():
   chat = word_chat.WordChat(next_letter.LETTERS)
   file = io.StringIO()
   console = rich.console.Console(file=file)
-  try_environment.show_recordings(source, chat, console)
+  load = functools.partial(
+    conversations.load, source, chat, "train", length=8, max_length=8
+  )
+  try_environment.show_recordings(load, chat, console)
   shown = file.getvalue()
   assert shown.startswith("pairs[0], as it is trained (sampled: [marked]):\n\n")
   assert re.findall(r"a<agent>\[.*\]", shown) == [

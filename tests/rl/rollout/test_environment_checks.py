@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -15,6 +16,7 @@ from envs import base, recordings, rows
 from envs.rewards import answers, rewards
 from models.chat import byte_chat, word_chat
 from rl.rollout import environment_checks, environment_trial, episode
+from rl.rollout import recordings as conversations
 from rl.runtime import isolation
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -259,10 +261,16 @@ def recorded():
 def test_recordings_that_cannot_be_trained_are_found():
   chat = word_chat.WordChat(("on",))
   source = recordings.Chats(rows=rows.Rows(data=recorded), prompt="prompt")
-  found = environment_checks.check_recordings(source, chat, 4)
+  load = functools.partial(
+    conversations.load, source, chat, "train", length=8, max_length=8
+  )
+  found = environment_checks.check_recordings(load, 4)
   assert (found.fault, found.seen) == ("", "8 of 20 tokens are trained")
-  found = environment_checks.check_recordings(source, chat, 31)
+  found = environment_checks.check_recordings(load, 31)
   assert re.match(r"recorded\[30\]: word 'off' is not among", found.fault)
+  short = functools.partial(load, length=4)
+  found = environment_checks.check_recordings(short, 4)
+  assert "its 5 tokens do not fit batch.length=4" in found.fault
 
 
 @pytest.mark.parametrize(
