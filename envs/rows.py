@@ -271,7 +271,7 @@ class _Lazy:
 
   def __init__(self, make: Callable[[], Any]):
     self._name = _named(make)
-    self._source = make()
+    self._source = _got(make, self._name)
     for method in ("__len__", "__getitem__"):
       if not hasattr(self._source, method):
         raise ValueError(
@@ -290,13 +290,22 @@ class _Lazy:
     return len(self._source)
 
   def __getitem__(self, number: int) -> Record:
-    place, row = f"{self._name}[{number}]", self._source[number]
+    place = f"{self._name}[{number}]"
+    row = _got(lambda: self._source[number], place)
     if not isinstance(row, Mapping):
       raise ValueError(
         f"{place} is {type(row).__name__}; a row must be a mapping from names "
         "to values"
       )
     return _of_arrow(place, row) if self._is_arrow else Record(place, row)
+
+
+def _got(call: Callable[[], Any], place: str) -> Any:
+  """Returns the result of user code; raises ValueError if that raises."""
+  try:
+    return call()
+  except Exception as error:
+    raise ValueError(f"{place} raised {base.reason(error)}") from error
 
 
 def _named(data: Data | None) -> str:

@@ -147,6 +147,30 @@ def of_grain():
   return grain.MapDataset.source(TABLE).map(lambda row: row | {"more": 1})
 
 
+def broken():
+  class Gone(list):
+    def __getitem__(self, number):
+      raise OSError("shard 3 is gone")
+
+  return Gone(range(30))
+
+
+def unreachable():
+  raise OSError("no network")
+
+
+@pytest.mark.parametrize(
+  ("make", "told"),
+  [
+    (broken, r"^broken\[\d+\] raised OSError: shard 3 is gone \(test_rows"),
+    (unreachable, r"^unreachable raised OSError: no network \(test_rows\.py"),
+  ],
+)
+def test_a_source_that_raises_is_told_with_its_row(make, told):
+  with pytest.raises(ValueError, match=told):
+    list(rows.Rows(data=make).known())
+
+
 def test_a_pipeline_of_grain_is_a_source():
   data = rows.Rows(data=of_grain, eval_every=5)
   both = ids(data, "train") + ids(data, "eval")
