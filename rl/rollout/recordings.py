@@ -68,12 +68,12 @@ def load(
     max_length: those of the longest conversation that the model takes.
 
   Raises:
-    UnusableRow: a row cannot be encoded, or is too long; or all are, or there
-      is none.
+    UnusableRow: a row cannot be read or encoded, or is too long; or all are, or
+      there is none.
   """
   found: list[tuple[trajectory.Trajectory, ...]] = []
   dropped, place, fault = 0, "", ""
-  for recordings in source.examples(split):
+  for recordings in _examples(source, split):
     if len(found) == most:
       break
     encoded = tuple(
@@ -105,6 +105,15 @@ def load(
       f"none of {dropped} examples for {split} fits: {place}: {fault}; raise it"
     )
   return Examples(found, dropped)
+
+
+def _examples(
+  source: base.Recorded, split: base.Split
+) -> Iterator[tuple[base.Recording, ...]]:
+  try:
+    yield from source.examples(split)
+  except ValueError as error:  # Most rows that a function gives are new here.
+    raise UnusableRow(str(error)) from error
 
 
 def encode(

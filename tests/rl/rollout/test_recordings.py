@@ -106,6 +106,16 @@ def test_examples_that_are_too_long_are_refused_or_counted():
   assert len(load(source, 8, most=2).examples) == 2
 
 
+def test_a_row_that_holds_none_is_unusable_as_well():
+  class Broken(Source):
+    def examples(self, split):
+      yield from super().examples(split)
+      raise ValueError("chats[4]: no field 'messages'")
+
+  with pytest.raises(recordings.UnusableRow, match=r"^chats\[4\]: no field"):
+    load(Broken((chat("go", "yes"),)), 8)
+
+
 def test_a_split_without_examples_is_told_apart_from_long_ones():
   with pytest.raises(
     ValueError, match=r"^there are no examples for eval; .*held_out=0"
