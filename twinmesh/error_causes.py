@@ -316,7 +316,7 @@ CAUSES = (
     " memory without starting anything.",
     code_block="twinmesh train --config=FILE --explain",
     of=(
-      "launch.cli.flags:_check_optimizer",
+      "launch.cli.flags:_check_updates",
       "launch.gateway.app",
       "rl.experiment",
       "rl.schedule",
@@ -527,7 +527,7 @@ CAUSES = (
   Cause(
     code="TM-W01",
     title="Weights do not fit the model, or are damaged",
-    sees=("qwen cannot be loaded:\n  the directory does not exist"),
+    sees="/models/qwen cannot be loaded:\n  the directory does not exist",
     why="The files of the directory were compared with the model before"
     " anything was loaded: a tensor is missing, has another shape or type,"
     " holds NaN, or a file is cut short. All problems are listed at once.",
@@ -549,7 +549,7 @@ CAUSES = (
       "architectures=['Gpt'] is not supported; use a checkpoint of"
       " Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM,"
       " LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM,"
-      " Olmo2ForCausalLM, Olmo3ForCausalLM"
+      " Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM"
     ),
     why="config.json of the model was read in full. What is not known might"
     " change its result, so it is refused rather than ignored.",

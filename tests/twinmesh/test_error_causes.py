@@ -274,7 +274,7 @@ EXACT = {
   "TM-P05": readable_token,
   "TM-P06": join_one_process,
   "TM-P08": lambda: weights.check(model_config.tiny(qk_norm=False)),
-  "TM-W01": lambda: load.check("qwen", RUN.model),
+  "TM-W01": lambda: load.check("/models/qwen", RUN.model),
   "TM-W02": lambda: hf_config._family({"architectures": ["Gpt"]}),
   "TM-W03": lambda: hf_chat.HfChat.load("."),
   "TM-W04": rewriting_template,

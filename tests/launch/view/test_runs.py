@@ -79,7 +79,7 @@ def test_the_last_and_the_best_of_a_metric_are_means_of_ten_rounds(tmp_path):
   assert curve["last"] == pytest.approx(1.25)
   assert curve["best"] == pytest.approx(1.45)
   meaning = directory.curves("entropy")["meaning"]
-  assert meaning.startswith("Spread of the policy")
+  assert meaning.startswith("Randomness of the policy")
 
 
 def test_less_is_better_of_a_metric_of_which_more_is_worse(tmp_path):
