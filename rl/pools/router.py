@@ -27,13 +27,7 @@ import numpy as np
 
 from rl.audit import event_log
 from rl.engine import contract
-from rl.pools import (
-  affinity,
-  hand_over,
-  placement,
-  pool_stats,
-  routing_table,
-)
+from rl.pools import affinity, placement, pool_stats, routing_table
 
 _ALIKE = affinity.Routing()
 # A lost engine is not an error where nothing is asked of it.
@@ -85,7 +79,12 @@ class Router:
     self._wanted = dict(routing.prefer)
     if routing.default is not None:
       self._wanted[""] = routing.default
-    self._hand_overs = hand_over.HandOvers()
+    self._hand_overs = None
+    if self._table.splits_phases:
+      # Not on top: most runs have no use for it.
+      from rl.pools import hand_over
+
+      self._hand_overs = hand_over.HandOvers()
     self._log_preferences()
 
   @property
@@ -287,6 +286,7 @@ class Router:
     """Has a request encoded by another engine, for the one that decodes it."""
     name, number = request.request_id, sent.prefill
     source, target = self._engines[number], self._engines[sent.engine]
+    assert self._hand_overs is not None
     assert isinstance(source, contract.PrefixEngine)
     assert isinstance(target, contract.PrefixEngine)
     missed = await self._hand_overs.encode(request, source, target, sent.known)
@@ -321,7 +321,8 @@ class Router:
       # It may just have ended there, or be on its way to another engine.
       with contextlib.suppress(ValueError):
         self._engines[self._table.engine_of(request_id)].abort(request_id)
-    self._hand_overs.abort(request_id)
+    if self._hand_overs is not None:
+      self._hand_overs.abort(request_id)
     self._opened.fire()
 
   def begun(self, request_id: str) -> int | None:
@@ -563,7 +564,7 @@ class Router:
 
   def describe(self) -> dict[str, float]:
     """Returns metrics; see `routing_table.RoutingTable.describe`."""
-    if not self._table.splits_phases:
+    if self._hand_overs is None:
       return self._table.describe()
     return self._table.describe() | self._hand_overs.describe()
 
