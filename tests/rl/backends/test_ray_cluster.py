@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from tests.helpers import backends_under_test as under_test
+from tests.helpers import machine_speed
 
 WAITS = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
 pytestmark = pytest.mark.process
@@ -35,17 +36,17 @@ def test_a_place_that_cannot_be_had_is_refused_with_what_is_free(
   cluster, tmp_path
 ):
   address, _ = cluster
+  place_s = machine_speed.scaled(4)  # For the cluster to answer, too.
   setting = ray_cluster.Ray(
-    address=address, cpus=8, resources={"tpu": 4}, place_s=2
+    address=address, cpus=8, resources={"tpu": 4}, place_s=place_s
   )
   launcher = setting.open(tmp_path)
   try:
     program = under_test.scripted(tmp_path, "wide", "")
     process = launcher.start(program)
     assert under_test.ended(process) != 0
-    assert "no host has had CPU 8, tpu 4 free in 2 s; free now: " in (
-      process.reason
-    )
+    refusal = f"no host has had CPU 8, tpu 4 free in {place_s:g} s; free now: "
+    assert refusal in process.reason
     _, _, free = process.reason.partition("free now: ")
     *hosts, out = free.split("; ")
     # Hosts come in no order.
