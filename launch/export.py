@@ -141,7 +141,7 @@ async def _export(
   report("loading the weights")
   async with load_run.weights(experiment, run_dir) as found:
     report("writing the weights")
-    chat = experiment.build_chat(run_dir)
+    chat = experiment.build_chat()  # The tokenizer that the run keeps.
     model = _with_length(experiment.model, experiment.initial)
     params = found.state.params
     with flags.exit_on_setting_error():

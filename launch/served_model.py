@@ -86,9 +86,6 @@ def read_run(
   """
   experiment = workdir.read_trained(run_dir)
   experiment = overrides.apply(experiment, changes)
-  if not experiment.decodes:  # A run of fine-tuning alone: here it does.
-    asked = dataclasses.replace(experiment.evaluation, episodes=1)
-    experiment = dataclasses.replace(experiment, evaluation=asked)
   load_run.prepare(experiment, run_dir)
   # Unlike those of the run, conversations may be as long as the model's.
   return assemble.fit(experiment, experiment.model.max_length, trains=False)

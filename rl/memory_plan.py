@@ -24,10 +24,6 @@ from rl.loop import fine_tuning
 from rl.pools import placement, weight_transfer
 from rl.train import learner, train_state
 
-_PARAMETERS, _BUCKET = "parameters", "a bucket of weights to publish, cast"
-_TO_PLAY = _PARAMETERS, _BUCKET
-"""All that a learner holds where its policy only plays."""
-
 
 class Share(NamedTuple):
   """The learner's or an engine's part of a plan.
@@ -52,16 +48,23 @@ class Share(NamedTuple):
 
 
 def learner_bytes(
-  experiment: experiment_lib.Experiment, programs: learner.Learner
+  experiment: experiment_lib.Experiment,
+  programs: learner.Learner,
+  *,
+  trains: bool = True,
 ) -> dict[str, int]:
   """Returns bytes on each device of the learner, by purpose.
 
   Args:
     programs: on the learner's mesh, or on a plan of it.
+    trains: False is a policy that only plays: what engines get weights from.
   """
   spec, batch = experiment.placement.learner, experiment.batch
   size = memory_report.device_bytes
   state = programs.abstract
+  lines = {"parameters": size(state.params)}
+  if not trains:
+    return lines | _bucket(experiment)
   trained, _ = train_state.split(state.params, state.critic)
   sums = jax.tree.map(lambda x: x.update(dtype=jnp.float32), trained)
   label = "optimizer state, master copy" if state.master else "optimizer state"
@@ -72,8 +75,7 @@ def learner_bytes(
   moved = jax.tree.map(_on_device, kept)
   # The memory of a CPU is that of its host.
   has_host = platform != "cpu"
-  lines = {
-    _PARAMETERS: size(state.params),
+  lines |= {
     "gradients, summed": size(sums),
     label: size(kept if has_host else moved),
     activations: (
@@ -97,8 +99,7 @@ def learner_bytes(
     versions = experiment.overlap.max_staleness + 1
     kept_bytes = versions * size(trained.policy)
     lines[f"versions kept of them, {versions}"] = kept_bytes
-    if bucket := _bucket_bytes(experiment):
-      lines[_BUCKET] = bucket
+    lines |= _bucket(experiment)
   for reference in _references(experiment):
     memory = reference.memory
     model = experiment.model
@@ -148,15 +149,18 @@ def shares(
   experiment: experiment_lib.Experiment,
   programs: learner.Learner,
   decoding: Callable[..., dict[str, int]] = decode_bytes,
+  *,
+  trains: bool = True,
 ) -> list[Share]:
   """Returns the shares of the learner, and then of every engine that starts.
 
   Args:
     decoding: (experiment, mesh) -> lines of an engine.
+    trains: see `learner_bytes`; all engines start to play.
   """
   place = experiment.placement
-  named = [("learner", learner_bytes(experiment, programs))]
-  for pool in place.pools if experiment.decodes else ():
+  named = [("learner", learner_bytes(experiment, programs, trains=trains))]
+  for pool in place.pools if experiment.decodes or not trains else ():
     named += [(pool.name, decoding(experiment, pool.mesh))] * pool.replicas
   ranges = place.ranges[: len(named)]
   return [
@@ -181,29 +185,18 @@ def fit(
   Args:
     memory: of the devices; None is not known, and then nothing is checked.
     longest: conversation to expect; None is `rollout.max_tokens`.
-    trains: False leaves the learner no more than engines get weights from.
+    trains: see `learner_bytes`.
 
   Raises:
     ValueError: the run does not fit.
   """
   if memory is None:
     return experiment
-
-  def held(
-    experiment: experiment_lib.Experiment,
-    decoding: Callable[..., dict[str, int]] = decode_bytes,
-  ) -> list[Share]:
-    first, *engines = shares(experiment, programs, decoding)
-    if not trains:
-      kept = {x: size for x, size in first.lines.items() if x in _TO_PLAY}
-      first = first._replace(lines=kept)
-    return [first, *engines]
-
   words = _RUN if trains else _SERVED
   engine = experiment.engine
   built_in = isinstance(engine, engine_settings.EngineSettings)
-  if built_in and experiment.decodes:
-    parts = held(experiment, _weight_bytes)
+  if built_in and (experiment.decodes or not trains):
+    parts = shares(experiment, programs, _weight_bytes, trains=trains)
     _check(parts, memory, words)
     # Estimates may be half of it, and the engine can do with less.
     lines = parts[0].lines
@@ -215,7 +208,7 @@ def fit(
     )
     engine = dataclasses.replace(engine, **dataclasses.asdict(sizes))
     experiment = dataclasses.replace(experiment, engine=engine)
-  _check(held(experiment), memory, words)
+  _check(shares(experiment, programs, trains=trains), memory, words)
   return experiment
 
 
@@ -359,11 +352,11 @@ def _pool_model(
   return weight_transfer.pool_model(experiment.model, dtype)
 
 
-def _bucket_bytes(experiment: experiment_lib.Experiment) -> int:
+def _bucket(experiment: experiment_lib.Experiment) -> dict[str, int]:
   """Returns bytes on each learner device of the largest bucket, once cast."""
   publishing = experiment.publishing
   if publishing.dtype == "same":
-    return 0  # They are copied as they are.
+    return {}  # They are copied as they are.
   model, plan = experiment.model, experiment.placement.learner.plan
   shapes = policy_lib.of(model).shapes
   cast = weight_transfer.pool_shapes(model, publishing.dtype)
@@ -376,9 +369,10 @@ def _bucket_bytes(experiment: experiment_lib.Experiment) -> int:
     [leaf.size * leaf.dtype.itemsize for leaf in leaves],
     publishing.bucket_bytes,
   )
-  return max(
+  largest = max(
     memory_report.device_bytes([arrays[i] for i in run]) for run in runs
   )
+  return {"a bucket of weights to publish, cast": largest}
 
 
 def _weight_bytes(
