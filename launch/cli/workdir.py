@@ -34,7 +34,6 @@ WARM_START_LINES = "warm_start.jsonl"
 FAILURE = "failure.txt"
 """The error that ended a run, until the same command goes on."""
 _DAMAGED = ".damaged"
-_PATHS = re.compile(r"""[\w.]+: (['"])(.+)\1 -> (['"])(.+)\3""")
 _RECORDS = (
   "events.jsonl",
   "spans.jsonl",
@@ -450,19 +449,15 @@ def forbidden_changes(
   changes = overrides.difference(before, experiment)
   if before.model.lora is not None:
     may_change += ("initial:",)  # By their checksums the weights are the same.
-  return [
-    line
-    for line in changes
-    if not line.startswith(may_change) and not _is_move(line)
-  ]
+  lines = [str(change) for change in changes if not _is_move(change)]
+  return [line for line in lines if not line.startswith(may_change)]
 
 
-def _is_move(change: str) -> bool:
+def _is_move(change: overrides.Difference) -> bool:
   """Tells a path whose file is gone, and is under its name elsewhere."""
-  found = _PATHS.fullmatch(change)
-  if found is None:
+  if not (isinstance(change.before, str) and isinstance(change.after, str)):
     return False
-  old, new = pathlib.Path(found[2]), pathlib.Path(found[4])
+  old, new = pathlib.Path(change.before), pathlib.Path(change.after)
   return old.name == new.name and not old.exists() and new.exists()
 
 

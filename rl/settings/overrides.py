@@ -17,7 +17,7 @@ import enum
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rl.settings import annotations, parsing, suggestions
 
@@ -100,14 +100,25 @@ def _read(hint: Any, text: str | None, path: str, old: Any) -> Any:
   return parsing.read_field(hint, parsing.Text(text), f"--config.{path}", parts)
 
 
-def difference(before: Any, after: Any, path: str = "") -> list[str]:
-  """Returns a line `rollout.group_size: 8 -> 16` for each unequal setting."""
+class Difference(NamedTuple):
+  """A setting with another value; as text `rollout.group_size: 8 -> 16`."""
+
+  path: str
+  before: Any
+  after: Any
+
+  def __str__(self) -> str:
+    return f"{self.path}: {self.before!r} -> {self.after!r}"
+
+
+def difference(before: Any, after: Any, path: str = "") -> list[Difference]:
+  """Returns each unequal setting."""
   old, new = _children(before, Any), _children(after, Any)
   if type(before) is type(after) and old and old.keys() == new.keys():
     start = path and f"{path}."
     pairs = [(start + name, old[name][1], new[name][1]) for name in old]
-    return [line for key, a, b in pairs for line in difference(a, b, key)]
-  return [f"{path or 'config'}: {before!r} -> {after!r}"] * (before != after)
+    return [one for key, a, b in pairs for one in difference(a, b, key)]
+  return [Difference(path or "config", before, after)] * (before != after)
 
 
 def to_json(tree: Any) -> dict[str, Any]:

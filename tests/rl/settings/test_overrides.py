@@ -268,7 +268,7 @@ def test_difference_has_a_line_for_each_changed_setting():
     loss=Plain(scale=1.0),
     pools=(Pool(chips=2), Pool(chips=4, name="v5p")),
   )
-  assert overrides.difference(Tree(), after) == [
+  assert [*map(str, overrides.difference(Tree(), after))] == [
     "kinds.word: 'a' -> 'b'",
     "loss: Clipped(scale=1.0, bounds=(0.2, 0.28)) -> Plain(scale=1.0)",
     "pools.0.chips: 1 -> 2",
@@ -278,7 +278,7 @@ def test_difference_has_a_line_for_each_changed_setting():
 
 
 def test_number_of_items_is_one_difference():
-  lines = overrides.difference(Tree(), Tree(pools=()))
+  lines = [*map(str, overrides.difference(Tree(), Tree(pools=())))]
   assert len(lines) == 1
   assert lines[0].startswith("pools: (Pool(")
 
