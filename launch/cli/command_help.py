@@ -20,7 +20,7 @@ _WIDTH = 80
 _INDENT = 26
 _SHORT = {"--help", "-help", "-h", "-?", "--helpshort"}
 _FULL = {"--helpfull", "-helpfull"}
-_WRONG_FLAG, _MISSING = "TM-C01", "TM-C02"
+WRONG_FLAG, _MISSING = "TM-C01", "TM-C02"
 _IS_REQUIRED = r"flag --(\w+)=None: Flag --\w+ must have a value"
 
 
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> list[str]:
   except absl_flags.Error as error:
     if missing := re.match(_IS_REQUIRED, str(error)):
       error_codes.fail(f"--{missing[1]} is missing; see --help", _MISSING)
-    error_codes.fail(f"{error}{_setting(error)}", _WRONG_FLAG)
+    error_codes.fail(f"{error}{_setting(error)}", WRONG_FLAG)
 
 
 def _setting(error: absl_flags.Error) -> str:

@@ -56,7 +56,6 @@ _PRINT_CONFIG = absl_flags.DEFINE_bool(
 _HELP = "help"
 # A class of the user's has refused a value of its own.
 _REFUSED = "TM-S04"
-_WRONG_FLAG = "TM-C01"
 
 # absl has no flag whose name is open-ended, so parse() leaves them here.
 _overrides: dict[str, str | None] = {}
@@ -169,7 +168,7 @@ def parse_without_settings(argv: Sequence[str]) -> list[str]:
   given += ["--config"] if _CONFIG.present else []
   if given:
     message = f"{given[0]}: this command takes no settings; leave it out"
-    error_codes.fail(message, _WRONG_FLAG)
+    error_codes.fail(message, command_help.WRONG_FLAG)
   return rest
 
 
